@@ -1,0 +1,80 @@
+"""Which group uses which slot.
+
+A group that reshards after forward needs a slot only while its parameters are unsharded, so groups take turns in a few
+slots. A parameter must come back at the same address between forward and backward (autograd keeps aliases), so each
+group has one slot for good. Groups follow each other in the order of the model's modules; with `n` slots, group `j`
+takes slot `j % n`, and neighbours never share one:
+
+    group   0  1  2  3  4  5        needed: the group that computes, and those gathered ahead of it
+    slot    0  1  2  0  1  2        spare:  one more, in which the previous group's gradients may still land
+
+Groups nested in each other are unsharded together, so each depth of nesting rotates in slots of its own. A group that
+stays unsharded (the root, `reshard_after_forward=False`) has a slot to itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tide_triton.layouts.spec import SpecError
+
+#: Slots beyond those that gathers need, so that a group's gradients can land while the next ones are gathered.
+SPARE = 1
+
+
+class SlotShortageError(SpecError):
+    """An explicit slot count that cannot hold what the model holds at once. The message says how many would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """How a group uses its slot.
+
+    nbytes: bytes of its slot layout.
+    depth: how many groups that rotate enclose it, or None where it stays unsharded and so needs a slot of its own.
+    """
+
+    name: str
+    nbytes: int
+    depth: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Slot sizes in bytes, and the slot of each group."""
+
+    slot_nbytes: tuple[int, ...]
+    slot_of: tuple[int, ...]
+
+
+def assign(groups: Sequence[GroupUse], prefetch: int, slots: int | None = None) -> Rotation:
+    """Give every group a slot.
+
+    prefetch: how many groups are gathered ahead of the one that computes, at most.
+    slots: slots per depth of nesting in which groups rotate; None for as many as `prefetch` needs and one spare.
+
+    Raises SlotShortageError where `slots` is less than 1 or than the groups unsharded at once.
+    """
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+        raise SlotShortageError(f"slots must be an integer >= 1 or None (sized from the model), got {slots!r}")
+    slot_of = [-1] * len(groups)
+    slot_nbytes: list[int] = []
+    for depth in sorted({g.depth for g in groups if g.depth is not None}):
+        members = [index for index, g in enumerate(groups) if g.depth == depth]
+        needed = min(len(members), prefetch + 1)
+        if slots is not None and slots < needed:
+            raise SlotShortageError(
+                f"slots={slots} is too few: with a prefetch depth of {prefetch}, {needed} groups are unsharded at once "
+                f"({', '.join(groups[i].name for i in members[:needed])}, ...); pass slots={needed} or more, or leave "
+                f"slots=None to have it sized from the model"
+            )
+        count = min(len(members), prefetch + 1 + SPARE if slots is None else slots)
+        first = len(slot_nbytes)
+        slot_nbytes += [0] * count
+        for turn, index in enumerate(members):
+            slot_of[index] = first + turn % count
+            slot_nbytes[slot_of[index]] = max(slot_nbytes[slot_of[index]], groups[index].nbytes)
+    for index, group in enumerate(groups):
+        if group.depth is None:
+            slot_of[index] = len(slot_nbytes)
+            slot_nbytes.append(group.nbytes)
+    return Rotation(tuple(slot_nbytes), tuple(slot_of))

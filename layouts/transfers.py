@@ -1,0 +1,107 @@
+"""From layouts to strided copies.
+
+| collective     | from                                   | to                                           |
+|----------------|----------------------------------------|----------------------------------------------|
+| all-gather     | the shard's place in the own slot      | the same offsets of every other rank's slot  |
+| reduce-scatter | the owner's slice of a gradient tensor | the sender's segment of the owner's landing  |
+
+A copy is what a copy engine takes: rows of `width` bytes with a pitch on either side. One row where both sides are
+contiguous, so that nothing is strided without need.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tide_triton.layouts.shards import Region, shard
+from tide_triton.layouts.slots import LandingLayout, SlotLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`rows` runs of `width` bytes from `src_offset` to `dst_offset`, `src_pitch` and `dst_pitch` bytes apart."""
+
+    src_offset: int
+    dst_offset: int
+    rows: int
+    width: int
+    src_pitch: int
+    dst_pitch: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def src(self) -> Region:
+        return Region(self.src_offset, self.rows, self.width, self.src_pitch)
+
+    @property
+    def dst(self) -> Region:
+        return Region(self.dst_offset, self.rows, self.width, self.dst_pitch)
+
+
+def between(src: Region, dst: Region) -> Copy | None:
+    """The copy that fills `dst` from `src`, in as few rows as their shapes allow; None where there is nothing to copy.
+
+    Raises ValueError where the regions hold different numbers of bytes, or rows that do not match.
+    """
+    if src.nbytes != dst.nbytes:
+        raise ValueError(f"cannot copy {src.nbytes} bytes ({src}) into {dst.nbytes} bytes ({dst})")
+    if src.nbytes == 0:
+        return None
+    src, dst = src.merged(), dst.merged()
+    if src.rows == dst.rows:
+        return Copy(src.offset, dst.offset, src.rows, src.width, src.pitch, dst.pitch)
+    if dst.rows == 1:
+        return Copy(src.offset, dst.offset, src.rows, src.width, src.pitch, src.width)
+    if src.rows == 1:
+        return Copy(src.offset, dst.offset, dst.rows, dst.width, dst.width, dst.pitch)
+    raise ValueError(f"cannot copy between {src.rows} and {dst.rows} rows ({src} to {dst})")
+
+
+def merge(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+    """The same bytes in fewer copies: contiguous copies that continue each other on both sides become one."""
+    merged: list[Copy] = []
+    for copy in sorted(copies, key=lambda c: c.src_offset):
+        if merged:
+            last = merged[-1]
+            touching = (
+                last.rows == copy.rows == 1
+                and last.src_offset + last.width == copy.src_offset
+                and last.dst_offset + last.width == copy.dst_offset
+            )
+            if touching:
+                width = last.width + copy.width
+                merged[-1] = Copy(last.src_offset, last.dst_offset, 1, width, width, width)
+                continue
+        merged.append(copy)
+    return tuple(merged)
+
+
+def gather_copies(layout: SlotLayout, src: int) -> tuple[Copy, ...]:
+    """What rank `src` puts into each other rank's slot, from its own: both offsets count from a slot's start."""
+    regions = (layout.region(index, src) for index in range(len(layout.places)))
+    return merge(copy for region in regions if (copy := between(region, region)) is not None)
+
+
+def scatter_copies(landing: LandingLayout, src: int, owner: int) -> tuple[Copy | None, ...]:
+    """What rank `src` puts into rank `owner`'s landing, one entry a tensor (None where the owner's shard is empty).
+
+    `src_offset` counts from the start of that tensor's contiguous gradient, `dst_offset` from the landing's.
+    """
+    world = landing.spec.world_size
+    return tuple(
+        between(shard(tensor, world, owner).region, landing.segment(index, src, owner))
+        for index, tensor in enumerate(landing.tensors)
+    )
+
+
+def execute(copies: Sequence[Copy], src: npt.NDArray[np.uint8], dst: npt.NDArray[np.uint8]) -> None:
+    """Run `copies` from the 1-D byte array `src` to `dst`, row by row: the naive twin of every transport's put."""
+    for copy in copies:
+        for row in range(copy.rows):
+            start, stop = copy.src_offset + row * copy.src_pitch, copy.dst_offset + row * copy.dst_pitch
+            dst[stop : stop + copy.width] = src[start : start + copy.width]

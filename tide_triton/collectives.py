@@ -1,0 +1,138 @@
+"""The two collectives on their own: on a process group and a layout, without FSDP2.
+
+    spec = GroupSpec(world_size, (TensorSpec("w", (7, 3), "bfloat16"), TensorSpec("b", (64,), "bfloat16")))
+    with Collectives(process_group, spec) as collectives:
+        w, b = collectives.all_gather([w_shard, b_shard])          # bf16 views of the slot, no copies
+        gw, gb = collectives.reduce_scatter([w_grad, b_grad])      # fresh fp32 shards, averaged
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from tide_triton.all_gather import AllGather
+from tide_triton.errors import MismatchError
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, shard
+from tide_triton.reduce_scatter import ReduceScatter, Reduction
+from tide_triton.traffic import Traffic
+from tide_triton.transports import select
+from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.views import dtype_name
+from tide_triton.windows import SlotPool
+
+
+class Collectives:
+    """Zero-copy all-gather and reduce-scatter of the tensors of `spec` over the ranks of `group`.
+
+    group: a process group whose size is `spec.world_size`; every rank makes the same calls in the same order.
+    transport, timeout_s: as in `tide_triton.attach`.
+
+    One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned, and gradients land
+    beside it. Close it, or use it as a context manager, to give the windows back.
+
+    Raises SpecError where the group's size is not the spec's, MismatchError where ranks disagree, and what
+    `tide_triton.attach` raises about windows and peers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        spec: GroupSpec,
+        *,
+        transport: select.TransportName = "auto",
+        device: torch.device | str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if group.size() != spec.world_size:
+            raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
+        device = torch.device(device)
+        select.check(transport, device)
+        self.spec = spec
+        self.rank: int = group.rank()
+        self.gather_traffic = Traffic()
+        self.reduce_traffic = Traffic()
+        self._gather = AllGather(SlotLayout(spec), self.rank)
+        self._reducers: dict[torch.dtype, ReduceScatter] = {}
+        meeting = Rendezvous(group, timeout_s)
+        parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
+        meeting.require_equal(spec.digest, parts, "opening Collectives")
+        self._pool = SlotPool(select.make(transport, device, meeting, timeout_s))
+        try:
+            self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def all_gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The unsharded tensors, of the spec's shapes and dtypes, as views of the slot.
+
+        shards: this rank's shard of each tensor, contiguous, with the elements that `torch.chunk` gives it (padding at
+        the end is ignored); a float dtype other than the spec's is cast on the way.
+        """
+        self._check_shards(shards)
+        self._gather.start(self._slot, shards, "Collectives", self.gather_traffic).await_data()
+        return self._gather.views(self._slot)
+
+    def reduce_scatter(
+        self, gradients: Sequence[torch.Tensor], *, average: bool = True, dtype: torch.dtype = torch.float32
+    ) -> list[torch.Tensor]:
+        """This rank's shards of the gradients' sum or average over the ranks, added in rank order.
+
+        gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
+        dtype: of the result, and what contributions wider than it are rounded to before the sum.
+        """
+        grad_dtype = self._check_gradients(gradients)
+        reducer = self._reducers.get(grad_dtype)
+        if reducer is None:
+            landing = LandingLayout(self.spec, dtype_name(grad_dtype))
+            reducer = self._reducers[grad_dtype] = ReduceScatter(landing, self.rank)
+        shards = [shard(t, self.spec.world_size, self.rank) for t in self.spec.tensors]
+        outputs = [torch.empty(s.numel, dtype=dtype, device=g.device) for s, g in zip(shards, gradients, strict=True)]
+        reducer(
+            self._pool.landing(reducer.landing.nbytes, self.spec.digest),
+            [(index, gradient.contiguous()) for index, gradient in enumerate(gradients)],
+            outputs,
+            Reduction(dtype, divisor=float(self.spec.world_size) if average else 1.0),
+            "Collectives",
+            self.reduce_traffic,
+        )
+        return [output.view(s.shape) for output, s in zip(outputs, shards, strict=True)]
+
+    def close(self) -> None:
+        """Give the windows back. Tensors from `all_gather` stay readable. Idempotent."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_shards(self, shards: Sequence[torch.Tensor]) -> None:
+        if len(shards) != len(self.spec.tensors):
+            raise SpecError(f"shards has {len(shards)} tensors, the spec {len(self.spec.tensors)}")
+        for tensor, given in zip(self.spec.tensors, shards, strict=True):
+            own = shard(tensor, self.spec.world_size, self.rank)
+            if not given.is_contiguous() or given.numel() not in (own.numel, own.padded_numel):
+                raise SpecError(
+                    f"the shard of '{tensor.name}' on rank {self.rank} must be contiguous with shape {list(own.shape)}, "
+                    f"got {list(given.shape)} with strides {list(given.stride())}"
+                )
+
+    def _check_gradients(self, gradients: Sequence[torch.Tensor]) -> torch.dtype:
+        if len(gradients) != len(self.spec.tensors):
+            raise SpecError(f"gradients has {len(gradients)} tensors, the spec {len(self.spec.tensors)}")
+        for tensor, gradient in zip(self.spec.tensors, gradients, strict=True):
+            if tuple(gradient.shape) != tensor.shape:
+                raise SpecError(
+                    f"the gradient of '{tensor.name}' must have shape {list(tensor.shape)}, got {list(gradient.shape)}"
+                )
+        dtypes = {g.dtype for g in gradients}
+        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+            raise MismatchError(f"gradients must share one float dtype, got {sorted(map(str, dtypes))}")
+        return next(iter(dtypes))

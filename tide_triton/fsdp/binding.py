@@ -1,0 +1,287 @@
+"""One parameter group while attached: its layout, its slot, its gathers and its reductions.
+
+A binding decides nothing by timing: which path a call takes follows from the group's spec and from FSDP2's own state,
+both the same on every rank.
+"""
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tide_triton.all_gather import AllGather
+from tide_triton.errors import SlotConflictError, UnsupportedError
+from tide_triton.fsdp import internals
+from tide_triton.fsdp.internals import FSDPParam, GroupSite
+from tide_triton.fsdp.tickets import GradTicket
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
+from tide_triton.reduce_scatter import ReduceScatter, Reduction
+from tide_triton.traffic import Traffic
+from tide_triton.views import dtype_name
+from tide_triton.windows import Slot, Turn
+
+if TYPE_CHECKING:
+    from tide_triton.fsdp.domain import Domain
+
+
+class GroupBinding:
+    """A parameter group, the domain whose slots it uses, and what it has moved."""
+
+    def __init__(self, site: GroupSite, domain: "Domain", *, strict: bool) -> None:
+        self.group = site.group
+        self.name = site.name
+        self.param_names = site.param_names
+        self.depth = site.depth
+        self.index_in_module = site.index
+        self.domain = domain
+        self.gather = Traffic()
+        self.reduce = Traffic()
+        #: Gradients of the reduction in progress, in FSDP2's order.
+        self.gradients: list[GradTicket] = []
+        self.slot: Slot | None = None
+        self._strict = strict
+        self._turn: Turn | None = None
+        self._deferred = False
+        self._bound = False
+        self._reduce_allocations = 0
+        self._predivision = 1.0
+        self._reducers: dict[torch.dtype, ReduceScatter] = {}
+        self._warned: set[str] = set()
+        self.plan()
+
+    @property
+    def params(self) -> list[FSDPParam]:
+        return list(self.group.fsdp_params)
+
+    def plan(self) -> None:
+        """Lay the group out from the shapes and dtypes its parameters have now."""
+        world = self.domain.transport.world_size
+        spec = GroupSpec(
+            world,
+            tuple(
+                TensorSpec(name, tuple(p._orig_size), dtype_name(internals.slot_dtype(p)), p.fsdp_placement.dim)
+                for name, p in zip(self.param_names, self.params, strict=True)
+            ),
+        )
+        self.layout = SlotLayout(spec)
+        self._gatherer = AllGather(self.layout, self.domain.transport.rank)
+        self._reducers.clear()
+
+    def dtypes_changed(self) -> None:
+        """FSDP2 looked at the parameters' dtypes again; follow if a cast or a load has changed them."""
+        planned = [place.tensor.dtype for place in self.layout.places]
+        if planned != [dtype_name(internals.slot_dtype(p)) for p in self.params]:
+            self.plan()
+            self._bound = False
+            if self.slot is not None and self.slot.window.nbytes < self.layout.nbytes:
+                self.move_to(self.domain.grow(self))
+
+    # --- the slot ---
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the slot holds, or is about to hold, this group's parameters."""
+        return internals.is_held(self.group)
+
+    def rivals(self) -> list["GroupBinding"]:
+        """The groups that hold the slot at this moment."""
+        return [b for b in self.domain.bindings if b is not self and b.slot is self.slot and b.is_held]
+
+    def is_movable(self) -> bool:
+        """Whether nothing but FSDP2 itself refers to the parameters' storage.
+
+        Autograd saves views of parameters between forward and backward; until they are gone the address is fixed.
+        """
+        return all(
+            # The all-gather output, and the unsharded parameter over it.
+            internals.aliases(output) <= (1 if internals.unsharded_local(p) is None else 2)
+            for p in self.params
+            for output in p.all_gather_outputs
+        )
+
+    def move_to(self, slot: Slot) -> None:
+        """Use `slot` from now on."""
+        self.slot = slot
+        self._bound = False
+
+    def bind(self) -> None:
+        """Let the parameters lie in the slot."""
+        if self._bound:
+            return
+        assert self.slot is not None
+        for param, place in zip(self.params, self.layout.places, strict=True):
+            dtype = internals.slot_dtype(param)
+            rebind(param, self.slot.window.tensor(place.offset, place.padded_nbytes // dtype.itemsize, dtype))
+        self._bound = True
+
+    def release(self) -> None:
+        """Give the resharded parameters storages of their own again, freed as stock FSDP2 leaves them."""
+        if self._bound:
+            for param in self.params:
+                own = torch.empty_like(param.all_gather_outputs[0])
+                rebind(param, own)
+                own.untyped_storage().resize_(0)
+        self._bound = False
+        self.slot = None
+
+    def take_slot(self, *, may_defer: bool) -> bool:
+        """Make the slot this group's, moving to another where it is in use. False: not now, once the holder is done.
+
+        Raises SlotConflictError where the slot is in use, this group cannot move, and it must have its slot now.
+        """
+        crowded = self.depth is not None and internals.stays_unsharded(self.group) and self.domain.shares_slot(self)
+        rivals = self.rivals()
+        if rivals or crowded:
+            if self.is_movable():
+                self.move_to(self.domain.grow(self))
+            elif rivals and may_defer:
+                return False
+            elif rivals:
+                raise SlotConflictError(
+                    f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} and "
+                    f"must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or set "
+                    f"reshard_after_forward/backward before the forward pass that needs it"
+                )
+        self.bind()
+        assert self.slot is not None
+        self.slot.settle()
+        return True
+
+    # --- the all-gather, in FSDP2's steps ---
+
+    def gather_fallback(self) -> str | None:
+        """Why this gather cannot be zero-copy, None where it can."""
+        if self.group.is_sharded_post_forward:
+            return "resharded to a smaller mesh after forward"
+        return None
+
+    def start_gather(self) -> None:
+        """Cast the shards into the own slot and put them to the peers, as soon as the slot is this group's."""
+        if not self.take_slot(may_defer=True):
+            self._deferred = True
+            return
+        self._put_shards()
+
+    def _put_shards(self) -> None:
+        assert self.slot is not None
+        self._deferred = False
+        # Read now, not at attach: loading and `to_empty` replace them.
+        shards = [p._sharded_param_data for p in self.params]
+        self._turn = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather)
+
+    def finish_gather(self) -> None:
+        """Until every peer's shards are in the slot."""
+        if self._deferred:
+            self.take_slot(may_defer=False)
+            self._put_shards()
+        assert self._turn is not None
+        self._turn.await_data()
+        self._turn = None
+
+    # --- the reduce-scatter, in FSDP2's steps ---
+
+    def begin_reduce(self) -> None:
+        """FSDP2's post-backward begins: it collects gradients, reshards, and reduces."""
+        self.gradients.clear()
+        self._reduce_allocations = 0
+        self._predivision = 1.0
+
+    def end_reduce(self) -> None:
+        self.gradients.clear()
+
+    def allocates_input(self) -> bool:
+        """FSDP2 asks for the flat input first, for the output second."""
+        self._reduce_allocations += 1
+        return self._reduce_allocations == 1
+
+    def predivide(self, factor: float) -> None:
+        self._predivision *= factor
+
+    def reduce_fallback(self, wire_dtype: torch.dtype) -> str | None:
+        """Why this reduction cannot be zero-copy, None where it can."""
+        for ticket in self.gradients:
+            gradient = ticket.gradient
+            if type(gradient) is not torch.Tensor:
+                return f"a gradient is a {type(gradient).__name__}"
+            if not gradient.dtype.is_floating_point or gradient.dtype.itemsize < 2:
+                return f"no kernel adds gradients of {gradient.dtype}"
+        if not wire_dtype.is_floating_point or wire_dtype.itemsize < 2:
+            return f"no kernel reduces in {wire_dtype}"
+        return None
+
+    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: object) -> None:
+        """Reduce the collected gradients into FSDP2's flat, padded output."""
+        tickets = list(self.gradients)
+        dtype = tickets[0].gradient.dtype
+        reducer = self._reducers.get(dtype)
+        if reducer is None:
+            landing = LandingLayout(self.layout.spec, dtype_name(dtype))
+            reducer = self._reducers[dtype] = ReduceScatter(landing, self.domain.transport.rank)
+        gradients, outputs, at = [], [], 0
+        for ticket in tickets:
+            gradient = ticket.gradient
+            if not gradient.is_contiguous():
+                gradient = gradient.contiguous()
+                self.reduce.layout_copy_bytes += gradient.nbytes
+            padded = reducer.landing.strides[ticket.index] // dtype.itemsize
+            gradients.append((ticket.index, gradient))
+            outputs.append(output[at : at + padded])
+            at += padded
+        reduction = reduction_of(op, self.domain.transport.world_size, wire_dtype, self._predivision)
+        reducer(self._landing_slot(reducer.landing), gradients, outputs, reduction, f"'{self.name}'", self.reduce)
+
+    def _landing_slot(self, landing: LandingLayout) -> Slot:
+        """The own slot where it is vacant and large enough (Slot-Reuse), else one kept for landings."""
+        slot = self.slot
+        vacated = slot is not None and not self.is_held and not self.rivals()
+        if vacated and slot is not None and landing.nbytes <= slot.window.nbytes:
+            return slot
+        return self.domain.pool.landing(landing.nbytes, self.layout.spec.digest)
+
+    # --- falling back ---
+
+    def fall_back(self, traffic: Traffic, reason: str, wire_bytes: int, layout_copy_bytes: int) -> None:
+        """Count a call of the stock collective, say so once, and raise UnsupportedError under `strict`."""
+        if self._strict:
+            raise UnsupportedError(f"group '{self.name}' would fall back to the stock collective: {reason}")
+        traffic.fell_back(reason, wire_bytes, layout_copy_bytes)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(
+                f"tide_triton: group '{self.name}' falls back to the stock collective: {reason}", stacklevel=2
+            )
+
+
+def rebind(param: FSDPParam, flat: torch.Tensor) -> None:
+    """Make `flat` (1-D, padded, its own storage) the memory of the unsharded parameter.
+
+    The parameter object stays the same, and with it its `.grad`, its hooks and autograd's leaf.
+    """
+    param.all_gather_outputs = [flat]
+    unsharded = getattr(param, "_unsharded_param", None)
+    if unsharded is None:
+        return
+    view = torch.as_strided(flat, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
+    local = unsharded._local_tensor if isinstance(unsharded, DTensor) else unsharded
+    if local.dtype == view.dtype:
+        local.data = view
+    else:
+        # A cast after the first forward: FSDP2 makes a new parameter at the next all-gather.
+        del param._unsharded_param
+
+
+def reduction_of(op: object, world_size: int, wire_dtype: torch.dtype, predivision: float) -> Reduction:
+    """FSDP2's reduce op as a `Reduction`. Raises ValueError for an op that is no sum."""
+    # A ReduceOp carries a factor; its plain kinds also claim to be instances of it.
+    plain = isinstance(op, dist.ReduceOp.RedOpType) or not isinstance(op, dist.ReduceOp)
+    kind, factor = (op, None) if plain else op.__getstate__()
+    premultiply = 1.0 / predivision
+    if kind == dist.ReduceOp.RedOpType.SUM:
+        return Reduction(wire_dtype, premultiply)
+    if kind == dist.ReduceOp.RedOpType.AVG:
+        return Reduction(wire_dtype, premultiply, float(world_size))
+    if kind == dist.ReduceOp.RedOpType.PREMUL_SUM and factor is not None:
+        return Reduction(wire_dtype, premultiply * float(factor))
+    raise ValueError(f"FSDP2 asked to reduce with {op}; only SUM, AVG and PREMUL_SUM are sums")

@@ -1,0 +1,88 @@
+"""FSDP2's parameter and parameter group, as they are while attached.
+
+`attach` gives each object of a zero-copy group one of these classes in place of its own, and `detach` its own back: no
+function of torch is replaced, and other models are not touched. What changes:
+
+    the all-gather's inputs     the shards themselves, not a cast copy: the cast goes straight into the slot
+    all-gather outputs          lie in the slot; they are neither allocated nor freed
+    copy-out                    has no parameters to copy
+    gradients                   reach the reduce-scatter with the index of their parameter
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tide_triton.fsdp.internals import FSDPParam, FSDPParamGroup, ShardedState
+from tide_triton.fsdp.tickets import GatherTicket, GradTicket
+
+if TYPE_CHECKING:
+    from tide_triton.fsdp.binding import GroupBinding
+
+
+class SlotParam(FSDPParam):  # type: ignore[misc]
+    """A parameter whose unsharded form lies in a slot."""
+
+    _tide_binding: "GroupBinding"
+    _tide_index: int
+    #: The dtype FSDP2 would have cast to before the all-gather; None for the parameter's own.
+    _tide_cast: torch.dtype | None
+
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
+        super().init_dtype_attrs(mp_policy)
+        # With no param_dtype, FSDP2 hands over the shard as it is instead of a cast copy.
+        self._tide_cast, self.param_dtype = self.param_dtype, None
+        self._tide_binding.dtypes_changed()
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        inputs: list[torch.Tensor] = super().all_gather_inputs
+        if self.sharded_state == ShardedState.SHARDED or self._tide_cast is None:
+            return inputs
+        return [tensor.to(self._tide_cast) for tensor in inputs]
+
+    def alloc_all_gather_outputs(self) -> None:
+        """The slot is there already."""
+
+    def free_unsharded_param(self) -> None:
+        """The slot goes to the next group instead."""
+
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        return self._tide_ticket(super().unsharded_grad_data)
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        return self._tide_ticket(super().unsharded_accumulated_grad_data)
+
+    @property
+    def unsharded_zero_grad_data(self) -> torch.Tensor:
+        return self._tide_ticket(super().unsharded_zero_grad_data)
+
+    def _tide_ticket(self, gradient: torch.Tensor) -> GradTicket:
+        ticket = GradTicket(self._tide_index, gradient)
+        self._tide_binding.gradients.append(ticket)
+        return ticket
+
+
+class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
+    """A parameter group whose parameters are `SlotParam`s."""
+
+    _tide_binding: "GroupBinding"
+
+    def unshard(self, async_op: bool = False) -> None:
+        super().unshard(async_op)
+        result = self._all_gather_result
+        if result is not None and isinstance(result.all_gather_output, GatherTicket):
+            # Copy-out walks these lists. Without entries it has nothing to allocate, split or reorder.
+            self._all_gather_result = result._replace(
+                param_all_gather_input_dtypes=[], param_all_gather_input_numels=[], all_gather_input_split_sizes=[]
+            )
+
+    def post_backward(self, *unused: Any) -> None:
+        binding = self._tide_binding
+        binding.begin_reduce()
+        try:
+            super().post_backward(*unused)
+        finally:
+            binding.end_reduce()

@@ -1,0 +1,96 @@
+"""What went which way: one row per parameter group, readable as data and as a table."""
+
+from dataclasses import dataclass, field
+
+from tide_triton.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group on this rank.
+
+    gather_path, reduce_path: "zero-copy", "stock", "mixed" where calls went both ways, or "local" where there is nothing
+    to communicate (one rank).
+    why: reasons for what was not zero-copy, with how often each applied; empty where everything was.
+    slot: where its parameters lie, "-" where it has no slot.
+    """
+
+    name: str
+    gather_path: str
+    reduce_path: str
+    why: str
+    gather: Traffic
+    reduce: Traffic
+    slot: str
+    slot_nbytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All groups of one attached model on this rank. `str()` is a table.
+
+    window_nbytes: bytes of all windows of this rank: slots, and landings of gradients where those were needed.
+    slots_grown: how many slots were added because groups were held longer than the model had shown at attach.
+    """
+
+    transport: str
+    world_sizes: tuple[int, ...]
+    groups: tuple[GroupReport, ...]
+    window_nbytes: int
+    slots_grown: int
+    _width: int = field(default=160, repr=False)
+
+    @property
+    def gather(self) -> Traffic:
+        """Sums over the groups' all-gathers."""
+        return _sum([g.gather for g in self.groups])
+
+    @property
+    def reduce(self) -> Traffic:
+        """Sums over the groups' reduce-scatters."""
+        return _sum([g.reduce for g in self.groups])
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"tide_triton over transport '{self.transport}'", title_justify="left")
+        for heading in ("group", "gather", "reduce", "slot"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("gathers", "reduces", "wire MB", "layout copies MB"):
+            table.add_column(heading, justify="right")
+        table.add_column("why not zero-copy", overflow="fold")
+        for g in self.groups:
+            table.add_row(
+                g.name,
+                g.gather_path,
+                g.reduce_path,
+                g.slot,
+                str(g.gather.calls),
+                str(g.reduce.calls),
+                f"{(g.gather.wire_bytes + g.reduce.wire_bytes) / 1e6:.3f}",
+                f"{(g.gather.layout_copy_bytes + g.reduce.layout_copy_bytes) / 1e6:.3f}",
+                g.why,
+            )
+        grown = f", {self.slots_grown} slots added on the way" if self.slots_grown else ""
+        table.caption = f"{self.window_nbytes / 1e6:.3f} MB in windows on this rank{grown}"
+        console = Console(width=self._width, record=True, file=_Nowhere())
+        console.print(table)
+        return console.export_text().rstrip()
+
+
+class _Nowhere:
+    """A file that keeps nothing: the console's text is taken from its record."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+
+def _sum(parts: list[Traffic]) -> Traffic:
+    total = Traffic()
+    for part in parts:
+        total += part
+    return total

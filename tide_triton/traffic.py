@@ -1,0 +1,39 @@
+"""What a collective has moved, as counts."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Counts of one collective of one group on one rank.
+
+    wire_bytes: bytes this rank sent to others.
+    layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
+    fallback_reasons: how often each reason sent a call to the stock collective.
+    """
+
+    zero_copy: int = 0
+    fallback: int = 0
+    wire_bytes: int = 0
+    layout_copy_bytes: int = 0
+    fallback_reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def calls(self) -> int:
+        return self.zero_copy + self.fallback
+
+    def fell_back(self, reason: str, wire_bytes: int, layout_copy_bytes: int) -> None:
+        """Count one call of the stock collective."""
+        self.fallback += 1
+        self.fallback_reasons[reason] += 1
+        self.wire_bytes += wire_bytes
+        self.layout_copy_bytes += layout_copy_bytes
+
+    def __iadd__(self, other: "Traffic") -> "Traffic":
+        self.zero_copy += other.zero_copy
+        self.fallback += other.fallback
+        self.wire_bytes += other.wire_bytes
+        self.layout_copy_bytes += other.layout_copy_bytes
+        self.fallback_reasons.update(other.fallback_reasons)
+        return self

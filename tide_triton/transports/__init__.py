@@ -1,0 +1,11 @@
+"""How bytes and signals reach another rank's memory.
+
+base.py         the protocol that every transport speaks: windows, puts, signals, waits
+rendezvous.py   ranks of a process group exchange small messages through its store, under a time limit
+host.py         processes of one machine, windows in POSIX shared memory
+shared_memory.py, peers.py    what host.py stands on: anonymous segments, and who is still alive
+"""
+
+from tide_triton.transports.base import READY, WRITTEN, Transport, Window
+
+__all__ = ["READY", "WRITTEN", "Transport", "Window"]

@@ -1,0 +1,92 @@
+"""The protocol between collectives and transports.
+
+A *window* is memory of the same size on every rank, into which the others may put. It carries two counters per peer,
+held in the memory of the rank that waits for them, and these only grow:
+
+    READY     the peer's window is vacant for turn n: you may put into it (a credit)
+    WRITTEN   the peer has put everything it had for turn n into yours
+
+`put`, `signal` and `wait` keep their order: on a GPU the order of the current stream, on the host that of the calls.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+
+from tide_triton.layouts import Copy
+
+READY: Final = 0
+WRITTEN: Final = 1
+#: How many kinds of counter a window has.
+COUNTERS: Final = 2
+
+
+class Window(Protocol):
+    """Memory of `nbytes` bytes on this rank, with a twin on every other."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """This rank's bytes: uint8, shape (nbytes,)."""
+        ...
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's bytes from `offset` on as a 1-D tensor, in a storage of its own of exactly that size."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, once no tensor refers to it. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one group."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allocate(self, nbytes: int, digest: str, what: str) -> Window:
+        """A new window of `nbytes` bytes. Every rank calls this in the same order.
+
+        digest: up to 16 hex digits that stand for what the window will hold, compared between ranks.
+        what: names the window in errors.
+
+        Raises MismatchError where ranks differ in size or digest, SharedMemoryError on every rank where one of them
+        has no memory for it, PeerError where one does not answer.
+        """
+        ...
+
+    def put(self, window: Window, peer: int, source: torch.Tensor, copies: Sequence[Copy]) -> None:
+        """Copy from `source` (contiguous, any dtype; offsets in bytes from its start) into `peer`'s window."""
+        ...
+
+    def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
+        """Raise `peer`'s `counter` of this rank to `value`, after everything put to it before."""
+        ...
+
+    def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
+        """Until this rank's `counter` of `peer` is at least `value`.
+
+        what: the group and phase, for errors. Raises PeerError when the peer has died, given up or been too slow.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Tell every peer that this rank gives up, so that they raise instead of waiting."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        ...

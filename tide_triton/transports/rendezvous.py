@@ -1,0 +1,71 @@
+"""Ranks of a process group exchange small messages, under a time limit and without a collective.
+
+Messages go through the store that the group itself was built on, so that setting up needs neither a communicator nor
+an order between groups, and leaves the group usable whatever happens.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from tide_triton.errors import MismatchError, WaitTimeoutError
+
+
+class Rendezvous:
+    """A sequence of exchanges between the ranks of `group`; every rank makes the same ones in the same order.
+
+    timeout_s: seconds that one exchange may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        self.global_ranks: list[int] = dist.get_process_group_ranks(group)
+        self.timeout_s = timeout_s
+        self._store = _get_process_group_store(group)
+        # Counted in the store itself: ranks agree on it as long as each takes part in every rendezvous.
+        self._generation = self._store.add(f"tide/generation/{self.rank}", 1)
+        self._round = 0
+
+    def exchange(self, message: str, what: str) -> list[str]:
+        """Every rank's message, in rank order. Raises WaitTimeoutError naming the ranks that did not come."""
+        prefix = f"tide/{self._generation}/{self._round}"
+        self._round += 1
+        self._store.set(f"{prefix}/{self.rank}", message)
+        keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except (RuntimeError, dist.DistStoreError) as error:
+            missing = [self.global_ranks[peer] for peer, key in enumerate(keys) if not self._store.check([key])]
+            if not missing or time.monotonic() < deadline - 1:
+                raise
+            raise WaitTimeoutError(
+                f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks {missing}; "
+                f"every rank must make this call, or raise timeout_s"
+            ) from error
+        return [self._store.get(key).decode() for key in keys]
+
+    def require_equal(self, message: str, describe: Sequence[tuple[str, str]], what: str) -> None:
+        """Raise MismatchError on every rank unless all gave the same `message`.
+
+        describe: the message's parts as (name, value), exchanged only where messages differ, to name what differs.
+        """
+        messages = self.exchange(message, what)
+        if len(set(messages)) == 1:
+            return
+        parts = [dict(line.split("\x1f") for line in text.split("\x1e")) for text in self._exchange_parts(describe, what)]
+        for name in dict.fromkeys(key for part in parts for key in part):
+            by_value: dict[str, list[int]] = {}
+            for peer, part in enumerate(parts):
+                by_value.setdefault(part.get(name, "absent"), []).append(self.global_ranks[peer])
+            if len(by_value) > 1:
+                differing = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+                raise MismatchError(f"ranks disagree on {name}: {differing}. Make it the same on every rank")
+        raise MismatchError(f"ranks disagree in phase '{what}': {messages}")
+
+    def _exchange_parts(self, describe: Sequence[tuple[str, str]], what: str) -> list[str]:
+        return self.exchange("\x1e".join(f"{name}\x1f{value}" for name, value in describe), what)

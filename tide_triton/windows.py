@@ -1,0 +1,137 @@
+"""Slots: symmetric windows that groups take in turns.
+
+Every use of a slot, for a gather or for incoming gradients, is one *turn*, numbered from 1. The ranks use a slot in the
+same order, so that a turn has the same number everywhere. In turn n:
+
+    owner                               peer
+    my slot is vacant   READY = n  -->  waits for READY >= n   (the credit)
+                                        puts
+    waits               <-- WRITTEN = n
+    uses what came
+
+A rank raises READY for turn n only after its last use of turn n - 1, so nobody is ever overwritten.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tide_triton.layouts import Copy, flat
+from tide_triton.transports import READY, WRITTEN, Transport, Window
+
+
+@dataclass
+class Slot:
+    """One window of a transport, and how far its turns have come.
+
+    label: what it is called in reports, e.g. "slot 2".
+    """
+
+    transport: Transport
+    window: Window
+    label: str
+    turn: int = field(default=0, init=False)
+    _latest: "Turn | None" = field(default=None, init=False)
+
+    def settle(self) -> None:
+        """Until nothing of the latest turn is still on its way into this rank's slot."""
+        if self._latest is not None:
+            self._latest.await_data()
+
+    def open(self, what: str) -> "Turn":
+        """Start the next turn: tell every peer that this rank's slot is vacant.
+
+        what: the group and collective, for errors.
+        """
+        # A gather that was issued and never waited for may still be coming in.
+        self.settle()
+        self.turn += 1
+        for peer in flat(self.transport.world_size, self.transport.rank):
+            self.transport.signal(self.window, peer, READY, self.turn)
+        self._latest = Turn(self, self.turn, what)
+        return self._latest
+
+    def close(self) -> None:
+        self._latest = None
+        self.window.close()
+
+
+@dataclass
+class Turn:
+    """One use of a slot, by every rank of its transport."""
+
+    slot: Slot
+    number: int
+    what: str
+    _complete: bool = field(default=False, init=False)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, in the order in which this one sends to them."""
+        return flat(self.slot.transport.world_size, self.slot.transport.rank)
+
+    def await_credit(self, peer: int) -> None:
+        """Until `peer`'s slot is vacant."""
+        self.slot.transport.wait(self.slot.window, peer, READY, self.number, f"{self.what}: credit")
+
+    def put(self, peer: int, source: torch.Tensor, copies: tuple[Copy, ...]) -> None:
+        """Copy from `source` into `peer`'s slot; only after its credit."""
+        self.slot.transport.put(self.slot.window, peer, source, copies)
+
+    def publish(self, peer: int) -> None:
+        """Tell `peer` that everything for it is there."""
+        self.slot.transport.signal(self.slot.window, peer, WRITTEN, self.number)
+
+    def await_data(self) -> None:
+        """Until everything for this rank is there. Waits once, however often it is called."""
+        if self._complete:
+            return
+        for peer in self.peers:
+            self.slot.transport.wait(self.slot.window, peer, WRITTEN, self.number, f"{self.what}: data")
+        self._complete = True
+
+
+class SlotPool:
+    """The slots of one transport. Every rank adds the same slots in the same order."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.slots: list[Slot] = []
+        self._added = 0
+        self._landings: list[Slot] = []
+
+    def add(self, nbytes: int, digest: str, what: str) -> Slot:
+        """A new slot of `nbytes` bytes. Raises what `Transport.allocate` raises."""
+        slot = Slot(self.transport, self.transport.allocate(nbytes, digest, what), f"slot {self._added}")
+        self._added += 1
+        self.slots.append(slot)
+        return slot
+
+    def landing(self, nbytes: int, digest: str) -> Slot:
+        """A slot in which no group's parameters live, for gradients that cannot land in their group's own.
+
+        Grows to the largest landing asked for, and stays.
+        """
+        for slot in self._landings:
+            if slot.window.nbytes >= nbytes:
+                return slot
+        for slot in self._landings:
+            slot.close()
+            self.slots.remove(slot)
+        landing = self.add(nbytes, digest, "the landing of gradients")
+        landing.label = "landing"
+        self._landings = [landing]
+        return landing
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all windows on this rank."""
+        return sum(slot.window.nbytes for slot in self.slots)
+
+    def close(self) -> None:
+        """Give every window back, and the transport. Idempotent."""
+        for slot in self.slots:
+            slot.close()
+        self.slots.clear()
+        self._landings.clear()
+        self.transport.close()

@@ -5,8 +5,8 @@
     results = ranks(2).run(step, 3.0)               # one result a rank; raises RankError where a rank raised
     outcomes = ranks(2).outcomes(step, 3.0)         # results, or the exceptions that ranks raised
 
-Starting a process costs seconds of importing torch, so the same ones serve every test of a session. A test that kills one
-takes `Ranks` of its own.
+Starting a process costs seconds of importing torch, so the same ones serve every test of a session. A test that kills
+one takes `Ranks` of its own.
 """
 
 import contextlib

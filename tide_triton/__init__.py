@@ -1,15 +1,15 @@
 """Zero-copy collectives for FSDP2.
 
-    import tide_triton
+import tide_triton
 
-    fully_shard(model)
-    tide_triton.attach(model)       # the same training loop, without layout copies
-    tide_triton.report(model)       # what went which way
-    tide_triton.detach(model)       # stock again
+fully_shard(model)
+tide_triton.attach(model)       # the same training loop, without layout copies
+tide_triton.report(model)       # what went which way
+tide_triton.detach(model)       # stock again
 
-    tide_triton.Collectives         the two collectives on their own, on a process group and a layout
-    tide_triton.layouts             layouts as Python values
-    tide_triton.kernels             the Triton kernels and their naive twins
+tide_triton.Collectives         the two collectives on their own, on a process group and a layout
+tide_triton.layouts             layouts as Python values
+tide_triton.kernels             the Triton kernels and their naive twins
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,6 +15,9 @@ import typer
 #: Exit code where the input is refused, as for a misspelt option.
 REFUSED = 2
 
+#: Columns that tables may take where the output is not a terminal.
+UNBOUNDED_COLUMNS = 200
+
 app = typer.Typer(
     name="tide",
     no_args_is_help=True,
@@ -81,7 +84,9 @@ def plan(
     else:
         from rich.console import Console
 
-        Console(file=sys.stdout).print(render(group, layout))
+        # A pipe or a file has no width of its own: give long parameter names the room that rich's 80 would not.
+        width = None if sys.stdout.isatty() else UNBOUNDED_COLUMNS
+        Console(width=width).print(render(group, layout))
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """The two collectives on their own: on a process group and a layout, without FSDP2.
 
-    spec = GroupSpec(world_size, (TensorSpec("w", (7, 3), "bfloat16"), TensorSpec("b", (64,), "bfloat16")))
-    with Collectives(process_group, spec) as collectives:
-        w, b = collectives.all_gather([w_shard, b_shard])          # bf16 views of the slot, no copies
-        gw, gb = collectives.reduce_scatter([w_grad, b_grad])      # fresh fp32 shards, averaged
+spec = GroupSpec(world_size, (TensorSpec("w", (7, 3), "bfloat16"), TensorSpec("b", (64,), "bfloat16")))
+with Collectives(process_group, spec) as collectives:
+    w, b = collectives.all_gather([w_shard, b_shard])          # bf16 views of the slot, no copies
+    gw, gb = collectives.reduce_scatter([w_grad, b_grad])      # fresh fp32 shards, averaged
 """
 
 from collections.abc import Sequence
@@ -120,8 +120,8 @@ class Collectives:
             own = shard(tensor, self.spec.world_size, self.rank)
             if not given.is_contiguous() or given.numel() not in (own.numel, own.padded_numel):
                 raise SpecError(
-                    f"the shard of '{tensor.name}' on rank {self.rank} must be contiguous with shape {list(own.shape)}, "
-                    f"got {list(given.shape)} with strides {list(given.stride())}"
+                    f"the shard of '{tensor.name}' on rank {self.rank} must be contiguous with shape "
+                    f"{list(own.shape)}, got {list(given.shape)} with strides {list(given.stride())}"
                 )
 
     def _check_gradients(self, gradients: Sequence[torch.Tensor]) -> torch.dtype:

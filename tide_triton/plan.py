@@ -34,6 +34,7 @@ from tide_triton.layouts import (
     gather_copies,
     shard,
 )
+from tide_triton.layouts.slots import align
 
 #: Ranks a plan can have: it lists every ordered pair of them, a million at this size.
 MAX_WORLD_SIZE = 1024
@@ -107,7 +108,7 @@ class Plan:
 
 
 def build_plan(spec: GroupSpec) -> Plan:
-    """The plan of `spec`. What is empty keeps its entry: a rank that owns nothing of a tensor, a pair with no copies."""
+    """The plan of `spec`. What is empty keeps its entry: a rank without part in a tensor, a pair without copies."""
     layout, world = SlotLayout(spec), range(spec.world_size)
 
     def owned(index: int, rank: int) -> ShardPlan:
@@ -192,23 +193,28 @@ def read_spec(path: Path) -> GroupSpec:
         raise _refusal(path, [_problem(details) for details in error.errors(include_url=False)]) from None
     if problems := list(_problems_between_tensors(entry)):
         raise _refusal(path, problems)
-    return GroupSpec(entry.world_size, _tensor_specs(entry))
+    return _group(entry)
 
 
-def _tensor_specs(entry: _SpecEntry) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t.name, t.shape, t.dtype, t.shard_dim) for t in entry.tensors)
+def _group(entry: _SpecEntry) -> GroupSpec:
+    tensors = tuple(TensorSpec(t.name, t.shape, t.dtype, t.shard_dim) for t in entry.tensors)
+    return GroupSpec(entry.world_size, tensors)
 
 
 def _problems_between_tensors(entry: _SpecEntry) -> Iterator[str]:
     """What is wrong although each field is right by itself: names that occur twice, a slot past 64-bit offsets."""
     first: dict[str, int] = {}
-    for index, tensor in enumerate(_tensor_specs(entry)):
+    for index, tensor in enumerate(entry.tensors):
         taken = first.setdefault(tensor.name, index)
         if taken != index:
             yield f"tensors[{index}].name: must differ from tensors[{taken}].name, got {_shown(tensor.name)}"
-        # Each tensor by itself as well, so that the message names the one that is too large.
-        if SlotLayout(GroupSpec(entry.world_size, (tensor,))).nbytes > MAX_NBYTES:
-            yield f"tensors[{index}].shape: must take less than 2**63 bytes, got {_shown(list(tensor.shape))}"
+    if len(first) < len(entry.tensors):
+        return
+    for index, place in enumerate(SlotLayout(_group(entry)).places):
+        if align(place.offset + place.padded_nbytes) > MAX_NBYTES:
+            shape = _shown(list(place.tensor.shape))
+            yield f"tensors[{index}].shape: must leave the slot below 2**63 bytes, got {shape}"
+            return  # whatever follows lies still further on
 
 
 def _refusal(path: Path, problems: list[str]) -> SpecFileError:
@@ -263,11 +269,11 @@ def render(spec: GroupSpec, plan: Plan) -> Group:
 
 def _tensor_table(spec: GroupSpec, plan: Plan) -> Table:
     table = Table(title="Tensors in a slot", title_justify="left")
-    table.add_column("tensor", overflow="fold")
-    for header in ("dtype", "shape", "shard dim"):
-        table.add_column(header, no_wrap=True)
+    # Folded, since a narrow terminal must not cost digits.
+    for header in ("tensor", "dtype", "shape", "shard\ndim"):
+        table.add_column(header, overflow="fold")
     for header in ("offset", "bytes"):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, overflow="fold", justify="right")
     for tensor, place in zip(spec.tensors, plan.tensors, strict=True):
         shape = " x ".join(map(str, tensor.shape))
         # Text, since a plain string is read as markup and a name may hold brackets.
@@ -287,7 +293,7 @@ def _rank_table(plan: Plan) -> Table:
     table = Table(title="Shards", title_justify="left")
     table.add_column("ranks")
     for header in ("bytes owned by each", "sent by each"):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, overflow="fold", justify="right")
     for nbytes, run in groupby(plan.shards, key=lambda rank: rank.nbytes):
         ranks = [rank.rank for rank in run]
         label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
@@ -309,11 +315,7 @@ def _count(number: int, noun: str) -> str:
 
 def _size(nbytes: int) -> str:
     """Bytes exactly, and from 1 KiB on in a unit that is quickly read."""
-    exact, value = f"{nbytes:,} bytes", float(nbytes)
     if nbytes < 1024:
-        return exact
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1024 or unit == "TiB":
-            return f"{exact} ({value:,.1f} {unit})"
-    raise AssertionError("the last unit takes every size")
+        return f"{nbytes:,} bytes"
+    power = min((nbytes.bit_length() - 1) // 10, 4)
+    return f"{nbytes:,} bytes ({nbytes / 1024**power:,.1f} {'KMGT'[power - 1]}iB)"

@@ -1,6 +1,6 @@
 """TIDE-RS: every gradient's slices go straight to the ranks that own them, and are summed there.
 
-    gradient (bf16, where autograd left it) --put--> its segment of the owner's landing --sum in rank order--> fp32 shard
+    gradient (bf16, where autograd left it) --put--> its segment of the owner's landing --sum by rank--> fp32 shard
 
 The owner reads its own slice from its gradient, so a byte moves once and is added once. Contributions are added in rank
 order whatever order they came in, so the result is the same bit for bit on every transport.

@@ -66,10 +66,10 @@ def attach(
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
-    Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a dtype
-    without a kernel, a device without a transport), UnsupportedError (strict), SlotShortageError (`slots` too small; it
-    says how many are needed), MismatchError (ranks disagree on shapes or options), SharedMemoryError (no room for the
-    windows), WaitTimeoutError (a rank did not come).
+    Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a
+    dtype without a kernel, a device without a transport), UnsupportedError (strict), SlotShortageError (`slots` too
+    small; it says how many are needed), MismatchError (ranks disagree on shapes or options), SharedMemoryError (no room
+    for the windows), WaitTimeoutError (a rank did not come).
     """
     sites = _check_attachable(model)
     by_group: dict[dist.ProcessGroup, list[GroupSite]] = {}
@@ -378,5 +378,3 @@ def _why(gather: Traffic, reduce: Traffic) -> str:
     if gather.layout_copy_bytes + reduce.layout_copy_bytes and not reasons:
         reasons.append("reduce: gradients that were not contiguous were packed")
     return "; ".join(reasons)
-
-

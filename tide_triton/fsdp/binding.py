@@ -5,7 +5,7 @@ both the same on every rank.
 """
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -140,9 +140,9 @@ class GroupBinding:
                 return False
             elif rivals:
                 raise SlotConflictError(
-                    f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} and "
-                    f"must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or set "
-                    f"reshard_after_forward/backward before the forward pass that needs it"
+                    f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} "
+                    f"and must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or "
+                    f"set reshard_after_forward/backward before the forward pass that needs it"
                 )
         self.bind()
         assert self.slot is not None
@@ -211,7 +211,7 @@ class GroupBinding:
             return f"no kernel reduces in {wire_dtype}"
         return None
 
-    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: object) -> None:
+    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: Any) -> None:
         """Reduce the collected gradients into FSDP2's flat, padded output."""
         tickets = list(self.gradients)
         dtype = tickets[0].gradient.dtype
@@ -225,8 +225,8 @@ class GroupBinding:
             if not gradient.is_contiguous():
                 gradient = gradient.contiguous()
                 self.reduce.layout_copy_bytes += gradient.nbytes
-            padded = reducer.landing.strides[ticket.index] // dtype.itemsize
-            gradients.append((ticket.index, gradient))
+            padded = reducer.landing.strides[ticket.param_index] // dtype.itemsize
+            gradients.append((ticket.param_index, gradient))
             outputs.append(output[at : at + padded])
             at += padded
         reduction = reduction_of(op, self.domain.transport.world_size, wire_dtype, self._predivision)
@@ -272,16 +272,17 @@ def rebind(param: FSDPParam, flat: torch.Tensor) -> None:
         del param._unsharded_param
 
 
-def reduction_of(op: object, world_size: int, wire_dtype: torch.dtype, predivision: float) -> Reduction:
+def reduction_of(op: Any, world_size: int, wire_dtype: torch.dtype, predivision: float) -> Reduction:
     """FSDP2's reduce op as a `Reduction`. Raises ValueError for an op that is no sum."""
     # A ReduceOp carries a factor; its plain kinds also claim to be instances of it.
-    plain = isinstance(op, dist.ReduceOp.RedOpType) or not isinstance(op, dist.ReduceOp)
+    kinds: Any = dist.ReduceOp.RedOpType
+    plain = isinstance(op, kinds) or not isinstance(op, dist.ReduceOp)
     kind, factor = (op, None) if plain else op.__getstate__()
     premultiply = 1.0 / predivision
-    if kind == dist.ReduceOp.RedOpType.SUM:
+    if kind == kinds.SUM:
         return Reduction(wire_dtype, premultiply)
-    if kind == dist.ReduceOp.RedOpType.AVG:
+    if kind == kinds.AVG:
         return Reduction(wire_dtype, premultiply, float(world_size))
-    if kind == dist.ReduceOp.RedOpType.PREMUL_SUM and factor is not None:
+    if kind == kinds.PREMUL_SUM and factor is not None:
         return Reduction(wire_dtype, premultiply * float(factor))
     raise ValueError(f"FSDP2 asked to reduce with {op}; only SUM, AVG and PREMUL_SUM are sums")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class TideAllGather(AllGather):  # type: ignore[misc]
             return GatherTicket(size, dtype, device, self.binding.finish_gather)
         # Stock copies out into the parameters' memory, which is the slot.
         self.binding.take_slot(may_defer=False)
-        return self._stock.allocate(size, dtype=dtype, device=device)
+        return torch.empty(math.prod(size), dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -44,7 +45,8 @@ class TideAllGather(AllGather):  # type: ignore[misc]
             wire_bytes=input_tensor.nbytes * (group.size() - 1),
             layout_copy_bytes=input_tensor.nbytes + output_tensor.nbytes,
         )
-        return self._stock(output_tensor, input_tensor, group, async_op)
+        work: dist.Work | None = self._stock(output_tensor, input_tensor, group, async_op)
+        return work
 
 
 class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
@@ -65,7 +67,7 @@ class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: object,
+        op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
         binding = self.binding
@@ -78,4 +80,5 @@ class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
             wire_bytes=input_tensor.nbytes // group.size() * (group.size() - 1),
             layout_copy_bytes=input_tensor.nbytes,
         )
-        return self._stock(output_tensor, input_tensor, group, op, async_op)
+        work: dist.Work | None = self._stock(output_tensor, input_tensor, group, op, async_op)
+        return work

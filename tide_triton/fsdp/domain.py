@@ -38,8 +38,10 @@ class Domain:
             for b in self.bindings
         ]
         rotation = assign(uses, prefetch, slots)
-        names = [[b.name for b, s in zip(self.bindings, rotation.slot_of, strict=True) if s == i]
-                 for i in range(len(rotation.slot_nbytes))]
+        names = [
+            [b.name for b, s in zip(self.bindings, rotation.slot_of, strict=True) if s == i]
+            for i in range(len(rotation.slot_nbytes))
+        ]
         made = [
             self.pool.add(nbytes, self.bindings[0].layout.spec.digest, f"a slot of group {', '.join(map(repr, used))}")
             for nbytes, used in zip(rotation.slot_nbytes, names, strict=True)

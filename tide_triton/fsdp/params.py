@@ -25,6 +25,7 @@ class SlotParam(FSDPParam):  # type: ignore[misc]
 
     _tide_binding: "GroupBinding"
     _tide_index: int
+    param_dtype: torch.dtype | None
     #: The dtype FSDP2 would have cast to before the all-gather; None for the parameter's own.
     _tide_cast: torch.dtype | None
 
@@ -69,6 +70,7 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
     """A parameter group whose parameters are `SlotParam`s."""
 
     _tide_binding: "GroupBinding"
+    _all_gather_result: Any
 
     def unshard(self, async_op: bool = False) -> None:
         super().unshard(async_op)

@@ -1,11 +1,12 @@
 """FSDP2's own collectives, metered, and a reduce-scatter that adds in rank order.
 
-`StockAllGather` and `StockReduceScatter` do what FSDP2 does by itself and count it. `RankOrderedReduceScatter` is what a
-result can be compared with bit for bit at any number of ranks: gloo and NCCL add in orders of their own.
+`StockAllGather` and `StockReduceScatter` do what FSDP2 does by itself and count it. `RankOrderedReduceScatter` is what
+a result can be compared with bit for bit at any number of ranks: gloo and NCCL add in orders of their own.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class StockReduceScatter(DefaultReduceScatter):  # type: ignore[misc]
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: object,
+        op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
         wire = input_tensor.nbytes // group.size() * (group.size() - 1)
@@ -67,7 +68,7 @@ class RankOrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: object,
+        op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
         received = torch.empty_like(input_tensor)

@@ -1,5 +1,6 @@
 """What went which way: one row per parameter group, readable as data and as a table."""
 
+import io
 from dataclasses import dataclass, field
 
 from tide_triton.traffic import Traffic
@@ -9,8 +10,8 @@ from tide_triton.traffic import Traffic
 class GroupReport:
     """One parameter group on this rank.
 
-    gather_path, reduce_path: "zero-copy", "stock", "mixed" where calls went both ways, or "local" where there is nothing
-    to communicate (one rank).
+    gather_path, reduce_path: "zero-copy", "stock", "mixed" where calls went both ways, or "local" where there is
+    nothing to communicate (one rank).
     why: reasons for what was not zero-copy, with how often each applied; empty where everything was.
     slot: where its parameters lie, "-" where it has no slot.
     """
@@ -74,19 +75,10 @@ class Report:
             )
         grown = f", {self.slots_grown} slots added on the way" if self.slots_grown else ""
         table.caption = f"{self.window_nbytes / 1e6:.3f} MB in windows on this rank{grown}"
-        console = Console(width=self._width, record=True, file=_Nowhere())
-        console.print(table)
-        return console.export_text().rstrip()
-
-
-class _Nowhere:
-    """A file that keeps nothing: the console's text is taken from its record."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """There is nothing to flush."""
+        console = Console(width=self._width, file=io.StringIO())
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().rstrip()
 
 
 def _sum(parts: list[Traffic]) -> Traffic:

@@ -1,8 +1,8 @@
 """Tensors without storage that stand for FSDP2's flat buffers.
 
-FSDP2 asks its comm to `allocate()` a flat buffer, lays tensors out in it with operators of its own, and hands it back to
-the comm. A ticket is what we allocate: those operators, dispatched on it, record or do nothing instead of moving bytes.
-Anything else raises, with the torch version, rather than compute with memory that is not there.
+FSDP2 asks its comm to `allocate()` a flat buffer, lays tensors out in it with operators of its own, and hands it back
+to the comm. A ticket is what we allocate: those operators, dispatched on it, record or do nothing instead of moving
+bytes. Anything else raises, with the torch version, rather than compute with memory that is not there.
 
 | ticket        | stands for                    | operators it knows                                               |
 |---------------|-------------------------------|------------------------------------------------------------------|
@@ -29,7 +29,7 @@ class _Ticket(torch.Tensor):
     def make(cls: type, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=device)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
@@ -70,7 +70,9 @@ class GatherTicket(_Ticket):
         return ticket
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _fsdp.all_gather_copy_in.default:
             _inputs, output, _splits, numel, _rank = args
             return GatherTicket((numel,), output.dtype, output.device, output.finish), output
@@ -100,7 +102,9 @@ class ReduceTicket(_Ticket):
         return ticket
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _fsdp.chunk_cat.default:
             return None
         if func is _aten.div_.Tensor or func is _aten.div_.Scalar:
@@ -114,21 +118,21 @@ class ReduceTicket(_Ticket):
 class GradTicket(_Ticket):
     """One unsharded gradient on its way from autograd to the reduce-scatter.
 
-    index: of its parameter in the group.
+    param_index: of its parameter in the group.
     gradient: the tensor itself.
     chunked: the dim along which FSDP2 cut it and stacked the chunks on dim 0, None while it has not.
     """
 
-    index: int
+    param_index: int
     gradient: torch.Tensor
     chunked: int | None
 
     @staticmethod
     def __new__(
-        cls, index: int, gradient: torch.Tensor, chunked: int | None = None, size: Sequence[int] | None = None
+        cls, param_index: int, gradient: torch.Tensor, chunked: int | None = None, size: Sequence[int] | None = None
     ) -> "GradTicket":
         ticket: GradTicket = _Ticket.make(cls, size or gradient.shape, gradient.dtype, gradient.device)
-        ticket.index, ticket.gradient, ticket.chunked = index, gradient, chunked
+        ticket.param_index, ticket.gradient, ticket.chunked = param_index, gradient, chunked
         return ticket
 
     def laid_out(self, chunks: int) -> torch.Tensor:
@@ -138,7 +142,9 @@ class GradTicket(_Ticket):
         return torch.cat(torch.chunk(self.gradient, chunks, dim=self.chunked), dim=0)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _aten.split.Tensor or func is _aten.chunk.default:
             ticket, extent = args[0], args[1]
@@ -147,13 +153,13 @@ class GradTicket(_Ticket):
                 extent = -(-ticket.shape[dim] // extent)
             sizes = [min(extent, ticket.shape[dim] - at) for at in range(0, ticket.shape[dim], extent)]
             return [
-                GradTicket(ticket.index, ticket.gradient, dim, (*ticket.shape[:dim], n, *ticket.shape[dim + 1 :]))
+                GradTicket(ticket.param_index, ticket.gradient, dim, (*ticket.shape[:dim], n, *ticket.shape[dim + 1 :]))
                 for n in sizes
             ]
         if func is _aten.cat.default:
             parts = args[0]
             size = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            return GradTicket(parts[0].index, parts[0].gradient, parts[0].chunked, size)
+            return GradTicket(parts[0].param_index, parts[0].gradient, parts[0].chunked, size)
         if func is _fsdp.chunk_cat.default:
             out = kwargs["out"] if "out" in kwargs else args[3]
             if isinstance(out, ReduceTicket):

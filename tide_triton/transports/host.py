@@ -17,7 +17,7 @@ from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
-from tide_triton.transports.base import COUNTERS
+from tide_triton.transports.base import COUNTERS, Window
 from tide_triton.transports.peers import Announcement, Peers
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
@@ -119,8 +119,8 @@ class HostTransport:
                 )
         return HostWindow(nbytes, self.rank, maps)
 
-    def put(self, window: HostWindow, peer: int, source: torch.Tensor, copies: Sequence[Copy]) -> None:
-        src, dst = as_bytes(source), window.bytes[peer]
+    def put(self, window: Window, peer: int, source: torch.Tensor, copies: Sequence[Copy]) -> None:
+        src, dst = as_bytes(source), _own(window).bytes[peer]
         for copy in copies:
             if copy.dst.end > window.nbytes or copy.src.end > src.numel():
                 raise IndexError(f"{copy} leaves its source of {src.numel()} or its window of {window.nbytes} bytes")
@@ -128,13 +128,15 @@ class HostTransport:
             to = torch.as_strided(dst, shape, (copy.dst_pitch, 1), copy.dst_offset)
             to.copy_(torch.as_strided(src, shape, (copy.src_pitch, 1), src.storage_offset() + copy.src_offset))
 
-    def signal(self, window: HostWindow, peer: int, counter: int, value: int) -> None:
+    def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
+        own = _own(window)
         with self._fence:
-            window.counters[peer][window.word(self.rank, counter)] = value
+            own.counters[peer][own.word(self.rank, counter)] = value
 
-    def wait(self, window: HostWindow, peer: int, counter: int, value: int, what: str) -> None:
+    def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         self._check_usable()
-        words, word = window.counters[self.rank], window.word(peer, counter)
+        own = _own(window)
+        words, word = own.counters[self.rank], own.word(peer, counter)
         self._peers.wait(lambda: words[word] >= value, peer, what)
         with self._fence:
             pass
@@ -148,6 +150,12 @@ class HostTransport:
     def _check_usable(self) -> None:
         if self._peers.aborted:
             raise PeerError("this transport gave up earlier; detach, and attach again once every rank is well")
+
+
+def _own(window: Window) -> HostWindow:
+    if not isinstance(window, HostWindow):
+        raise TypeError(f"a {type(window).__name__} is not a window of the host transport")
+    return window
 
 
 def header_nbytes(world_size: int) -> int:

@@ -64,7 +64,8 @@ class Peers:
             if failures:
                 self.close()
                 raise OSError(
-                    f"the host transport needs all ranks on one machine, in one PID namespace and of one user: {failures}"
+                    "the host transport needs all ranks on one machine, in one PID namespace and of one user: "
+                    f"{failures}"
                 )
         finally:
             os.close(own_fd)
@@ -126,9 +127,8 @@ class Peers:
             if other != self.rank and words[_ABORTED]:
                 text = bytes(self._segments[other][_TEXT:_NBYTES]).rstrip(b"\0").decode(errors="replace")
                 self.abort(text)
-                raise AbortedError(
-                    f"rank {self.global_ranks[self.rank]}, in {what}, stops with rank {self.global_ranks[other]}: {text}"
-                )
+                own, its = self.global_ranks[self.rank], self.global_ranks[other]
+                raise AbortedError(f"rank {own}, in {what}, stops with rank {its}: {text}")
         # Only the awaited rank: another may have finished its work and left. Where one died, those who wait for it
         # give up, and with them everyone else.
         if self._has_ended(peer) and not done():

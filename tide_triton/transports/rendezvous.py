@@ -44,8 +44,8 @@ class Rendezvous:
             if not missing or time.monotonic() < deadline - 1:
                 raise
             raise WaitTimeoutError(
-                f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks {missing}; "
-                f"every rank must make this call, or raise timeout_s"
+                f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks "
+                f"{missing}; every rank must make this call, or raise timeout_s"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
@@ -57,7 +57,8 @@ class Rendezvous:
         messages = self.exchange(message, what)
         if len(set(messages)) == 1:
             return
-        parts = [dict(line.split("\x1f") for line in text.split("\x1e")) for text in self._exchange_parts(describe, what)]
+        texts = self.exchange("\x1e".join(f"{name}\x1f{value}" for name, value in describe), what)
+        parts = [dict(line.split("\x1f") for line in text.split("\x1e")) for text in texts]
         for name in dict.fromkeys(key for part in parts for key in part):
             by_value: dict[str, list[int]] = {}
             for peer, part in enumerate(parts):
@@ -66,6 +67,3 @@ class Rendezvous:
                 differing = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
                 raise MismatchError(f"ranks disagree on {name}: {differing}. Make it the same on every rank")
         raise MismatchError(f"ranks disagree in phase '{what}': {messages}")
-
-    def _exchange_parts(self, describe: Sequence[tuple[str, str]], what: str) -> list[str]:
-        return self.exchange("\x1e".join(f"{name}\x1f{value}" for name, value in describe), what)

@@ -5,8 +5,8 @@
     results = ranks(2).run(step, 3.0)               # one result a rank; raises RankError where a rank raised
     outcomes = ranks(2).outcomes(step, 3.0)         # results, or the exceptions that ranks raised
 
-Starting a process costs seconds of importing torch, so the same ones serve every test of a session. A test that kills
-one takes `Ranks` of its own.
+Importing torch takes seconds, so ranks are forked from a server that has imported it, and the same ones serve every
+test of a session. A test that kills one takes `Ranks` of its own.
 """
 
 import contextlib
@@ -18,6 +18,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+
+
+#: What the fork server imports once for all ranks.
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tide_triton.fsdp", "tide_triton.collectives"]
 
 
 class RankError(AssertionError):
@@ -33,7 +37,8 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="tide_ranks_")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):

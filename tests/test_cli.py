@@ -1,0 +1,134 @@
+"""The `tide` command, in this process and as a real one."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tide_triton.cli import app, main
+
+SPEC = '{"world_size": 3, "tensors": [{"name": "w", "shape": [7, 3], "dtype": "bfloat16"}]}'
+UNEVEN_AND_EMPTY = '{"world_size": 5, "tensors": [{"name": "größe", "shape": [4, 6], "dtype": "int8", "shard_dim": 1}]}'
+
+#: The console script of the environment that runs the tests.
+TIDE = str(Path(sys.executable).with_name("tide"))
+
+run = CliRunner().invoke
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.json"
+    path.write_text(SPEC)
+    return path
+
+
+def test_plan_prints_json_and_nothing_else(spec: Path) -> None:
+    result = run(app, ["plan", "--spec", str(spec), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    plan = json.loads(result.stdout)
+    assert list(plan) == ["slot_bytes", "tensors", "shards", "all_gather"]
+    assert plan["tensors"] == [{"name": "w", "offset": 0, "nbytes": 42, "shape": [7, 3]}]
+
+
+def test_plan_prints_tables_without_json(spec: Path) -> None:
+    result = run(app, ["plan", "--spec", str(spec)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    for shown in ("bfloat16", "7 x 3", "0 to 1", "84 bytes on the wire"):
+        assert shown in result.stdout
+
+
+def test_uneven_and_empty_shards_are_planned(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(UNEVEN_AND_EMPTY, encoding="utf-8")
+    result = run(app, ["plan", "--spec", str(path), "--json"])
+    assert result.exit_code == 0
+    shards = json.loads(result.stdout)["shards"]
+    assert [rank["tensors"][0]["shape"] for rank in shards] == [[4, 2], [4, 2], [4, 2], [4, 0], [4, 0]]
+    assert shards[0]["tensors"][0]["name"] == "größe"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (SPEC.replace("[7, 3]", "[7, -3]"), "tensors[0].shape[1]: must be an integer from 0 to 2**63 - 1, got -3"),
+        (SPEC.replace("bfloat16", "bf16"), "tensors[0].dtype: must be one of float64, float32"),
+        (SPEC.replace("3,", "0,", 1), "world_size: must be an integer from 1 to 1024"),
+        (SPEC[:-1], "not valid JSON"),
+    ],
+)
+def test_a_bad_spec_is_one_message_on_stderr_and_exit_code_2(
+    spec: Path, content: str, message: str, flags: list[str]
+) -> None:
+    spec.write_text(content)
+    result = run(app, ["plan", "--spec", str(spec), *flags])
+    assert (result.exit_code, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"error: {spec}: {message}")
+
+
+def test_a_missing_file_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    result = run(app, ["plan", "--spec", str(tmp_path / "nowhere.json")])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {tmp_path / 'nowhere.json'}: no such file; give the path of a JSON spec\n"
+
+
+def test_plan_without_a_spec_names_the_option(spec: Path) -> None:
+    result = run(app, ["plan"])
+    assert result.exit_code == 2
+    assert "--spec" in result.stderr
+
+
+def test_version_is_that_of_the_package() -> None:
+    result = run(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"tide {version('tide_triton')}\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_commands(flag: str) -> None:
+    result = run(app, [flag])
+    assert result.exit_code == 0
+    assert "plan" in result.stdout
+    assert "--version" in result.stdout
+
+
+def test_help_is_shown_without_arguments() -> None:
+    assert "Usage: tide" in run(app, [], prog_name="tide").output
+
+
+def test_the_console_script_is_main() -> None:
+    [script] = entry_points(group="console_scripts", name="tide")
+    assert script.load() is main
+
+
+def test_the_console_script_prints_json_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(UNEVEN_AND_EMPTY, encoding="utf-8")
+    command = [TIDE, "plan", "--spec", str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, check=True, env={"PYTHONIOENCODING": "ascii"})
+    assert json.loads(done.stdout)["tensors"][0]["name"] == "größe"
+    assert done.stderr == b""
+
+
+def test_the_console_script_refuses_without_a_traceback(spec: Path) -> None:
+    spec.write_text("{}")
+    command = [TIDE, "plan", "--spec", str(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [line.split(": ")[:3:2] for line in done.stderr.splitlines()] == [
+        ["error", "world_size"],
+        ["error", "tensors"],
+    ]
+
+
+def test_planning_imports_neither_torch_nor_numpy(spec: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "tide_triton.cli", "plan", "--spec", str(spec)]
+    trace = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    imported = {line.rsplit("|")[-1].strip().split(".")[0] for line in trace.splitlines()}
+    assert {"pydantic", "rich"} <= imported
+    assert not imported & {"torch", "triton", "numpy"}

@@ -1,0 +1,215 @@
+"""The two collectives on their own: exact, over random layouts, with nothing written that should not be."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankPools, fresh_ranks
+from tide_triton import Collectives
+from tide_triton.errors import AbortedError, MismatchError, PeerLostError
+from tide_triton.layouts import GroupSpec, SpecError, TensorSpec, shard
+from tide_triton.views import DTYPES
+
+
+def random_spec(world: int, seed: int) -> GroupSpec:
+    """A few tensors with sizes that do and do not divide, and any shard dim."""
+    draw = random.Random(seed)
+    tensors = []
+    for index in range(draw.randint(1, 6)):
+        shape = tuple(draw.choice([1, 2, 3, 5, 7, 8, 16, 33]) for _ in range(draw.randint(1, 3)))
+        dtype = draw.choice(["bfloat16", "bfloat16", "float16", "float32"])
+        tensors.append(TensorSpec(f"t{index}", shape, dtype, draw.randrange(len(shape))))
+    return GroupSpec(world, tuple(tensors))
+
+
+def whole(tensor: TensorSpec, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator).to(dtype)
+
+
+def part(tensor: TensorSpec, world: int, rank: int, of: torch.Tensor) -> torch.Tensor:
+    chunks = torch.chunk(of, world, dim=tensor.shard_dim)
+    if rank < len(chunks):
+        return chunks[rank].contiguous()
+    return of.new_empty(shard(tensor, world, rank).shape)
+
+
+def gather_and_reduce(rank: int, world: int, seed: int) -> str:
+    """Both collectives against torch.chunk, cat and a sum in rank order, bit for bit, twice through the same slot."""
+    spec = random_spec(world, seed)
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        for turn in range(2):
+            sources = [whole(t, 100 * seed + 10 * turn + i) for i, t in enumerate(spec.tensors)]
+            shards = [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]
+            # Whatever an earlier turn left must be overwritten, and what lies between tensors must not.
+            memory = collectives._slot.window.memory
+            memory.fill_(0xFF)
+            gathered = collectives.all_gather(shards)
+            covered = torch.zeros_like(memory, dtype=torch.bool)
+            for tensor, source, got, place in zip(
+                spec.tensors, sources, gathered, collectives._gather.layout.places, strict=True
+            ):
+                if not torch.equal(got, source.to(DTYPES[tensor.dtype])):
+                    return f"{tensor} gathered wrong"
+                covered[place.offset : place.offset + place.nbytes] = True
+            if not bool((memory[~covered] == 0xFF).all()):
+                return "bytes between tensors were written"
+
+            for dtype in (torch.bfloat16, torch.float32):
+                grads = [
+                    [whole(t, 7000 * r + 100 * seed + 10 * turn + i, dtype) for i, t in enumerate(spec.tensors)]
+                    for r in range(world)
+                ]
+                shards_of_sum = collectives.reduce_scatter(grads[rank])
+                for index, (tensor, got) in enumerate(zip(spec.tensors, shards_of_sum, strict=True)):
+                    total = part(tensor, world, rank, grads[0][index].float())
+                    for peer in range(1, world):
+                        total = total + part(tensor, world, rank, grads[peer][index].float())
+                    if not torch.equal(got, total / world):
+                        return f"{tensor} reduced wrong from {dtype}"
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_random_layouts_are_gathered_and_reduced_bit_for_bit(ranks: RankPools, world: int) -> None:
+    for seed in range(12):
+        assert ranks(world).run(gather_and_reduce, seed) == [""] * world
+
+
+def interleave(rank: int, world: int, seed: int) -> str:
+    """Random orders of gathers and reductions over several groups, with ranks that are slow at random moments."""
+    order = random.Random(seed)
+    delay = random.Random(seed * 31 + rank)
+    specs = [random_spec(world, seed + index) for index in range(3)]
+    groups = [Collectives(dist.group.WORLD, spec, timeout_s=30) for spec in specs]
+    try:
+        for step in range(40):
+            index = order.randrange(3)
+            spec, collectives = specs[index], groups[index]
+            if delay.random() < 0.2:
+                time.sleep(delay.random() * 0.01)
+            if order.random() < 0.5:
+                sources = [whole(t, step + 50 * i) for i, t in enumerate(spec.tensors)]
+                got = collectives.all_gather(
+                    [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]
+                )
+                want = [s.to(DTYPES[t.dtype]) for t, s in zip(spec.tensors, sources, strict=True)]
+            else:
+                grads = [[whole(t, step + 50 * i + 999 * r) for i, t in enumerate(spec.tensors)] for r in range(world)]
+                got = collectives.reduce_scatter(grads[rank], average=False)
+                want = []
+                for i, tensor in enumerate(spec.tensors):
+                    total = part(tensor, world, rank, grads[0][i])
+                    for peer in range(1, world):
+                        total = total + part(tensor, world, rank, grads[peer][i])
+                    want.append(total)
+            if not all(torch.equal(g, w) for g, w in zip(got, want, strict=True)):
+                return f"step {step} on group {index} is wrong"
+            # The owner poisons what it has read: a late or early write of a peer would show.
+            collectives._slot.window.memory.fill_(0xFF)
+    finally:
+        for collectives in groups:
+            collectives.close()
+    return ""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_interleavings_with_slow_ranks_stay_exact(ranks: RankPools, seed: int) -> None:
+    assert ranks(3).run(interleave, seed) == [""] * 3
+
+
+def gather_short_shards(rank: int, world: int) -> tuple[list[float], float]:
+    """5 rows over 2 ranks: the short rank's shard is followed by a canary that no gather may carry."""
+    spec = GroupSpec(world, (TensorSpec("w", (5, 1), "float32"),))
+    storage = torch.full((3,), 77.0)
+    size = (3, 2)[rank]
+    storage[:size] = torch.arange(size) + 10.0 * rank
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        (w,) = collectives.all_gather([storage])
+        return w.flatten().tolist(), float(storage[-1])
+
+
+def test_a_short_peer_sends_only_what_it_owns(ranks: RankPools) -> None:
+    long, short = ranks(2).run(gather_short_shards)
+    assert long[0] == short[0] == [0.0, 1.0, 2.0, 10.0, 11.0]
+    assert short[1] == 77.0
+
+
+def count(rank: int, world: int) -> tuple[int, int, int, int]:
+    spec = GroupSpec(world, (TensorSpec("w", (7, 3), "bfloat16"), TensorSpec("b", (1,), "bfloat16")))
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        collectives.all_gather([torch.zeros(shard(t, world, rank).shape) for t in spec.tensors])
+        collectives.reduce_scatter([torch.zeros(t.shape, dtype=torch.bfloat16) for t in spec.tensors])
+        gather, reduce = collectives.gather_traffic, collectives.reduce_traffic
+        return gather.wire_bytes, reduce.wire_bytes, gather.zero_copy, reduce.zero_copy
+
+
+def test_wire_bytes_are_what_was_sent_and_no_padding(ranks: RankPools) -> None:
+    # w: 4 and 3 rows of 3 bf16; b: 1 element on rank 0, none on rank 1. Each sends its own shard, or the peer's slice.
+    assert ranks(2).run(count) == [(26, 18, 1, 1), (18, 26, 1, 1)]
+
+
+def misuse(rank: int, world: int) -> list[str]:
+    spec = GroupSpec(world, (TensorSpec("w", (4, 2), "bfloat16"),))
+    messages = []
+    try:
+        Collectives(dist.group.WORLD, GroupSpec(world + 1, spec.tensors))
+    except SpecError as error:
+        messages.append(str(error))
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        for call in (
+            lambda: collectives.all_gather([torch.zeros(3, 2)]),
+            lambda: collectives.all_gather([]),
+            lambda: collectives.reduce_scatter([torch.zeros(2, 4)]),
+            lambda: collectives.reduce_scatter([torch.zeros(4, 2, dtype=torch.int32)]),
+        ):
+            try:
+                call()
+            except (SpecError, MismatchError) as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_misuse_is_named_before_anything_moves(ranks: RankPools) -> None:
+    for messages in ranks(2).run(misuse):
+        assert len(messages) == 5
+        assert "world_size is 3" in messages[0]
+        assert "'w'" in messages[1]
+        assert "int32" in messages[4]
+
+
+def open_with_different_shapes(rank: int, world: int) -> None:
+    Collectives(dist.group.WORLD, GroupSpec(world, (TensorSpec("w", (4 + rank, 2), "bfloat16"),)), timeout_s=20)
+
+
+def test_ranks_with_different_shapes_are_told_which_tensor(ranks: RankPools) -> None:
+    for outcome in ranks(2).outcomes(open_with_different_shapes):
+        assert isinstance(outcome, MismatchError)
+        assert "tensor 'w'" in str(outcome)
+        assert "[4, 2]" in str(outcome)
+        assert "[5, 2]" in str(outcome)
+
+
+def gather_until_killed(rank: int, world: int) -> None:
+    spec = GroupSpec(world, (TensorSpec("w", (64, 64), "bfloat16"),))
+    with Collectives(dist.group.WORLD, spec, timeout_s=60) as collectives:
+        own = torch.zeros(shard(spec.tensors[0], world, rank).shape)
+        while True:
+            collectives.all_gather([own])
+
+
+def test_a_rank_killed_amid_gathers_is_named_by_the_others_with_the_phase() -> None:
+    with fresh_ranks(3) as group:
+        group.start(gather_until_killed)
+        time.sleep(2.5)
+        os.kill(group.processes[1].pid, signal.SIGKILL)
+        outcomes = group.finish(timeout_s=20)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], (PeerLostError, AbortedError))
+        assert "rank 1 (pid" in str(outcomes[rank])
+        assert "all-gather of Collectives" in str(outcomes[rank])

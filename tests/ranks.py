@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-
 #: What the fork server imports once for all ranks.
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tide_triton.fsdp", "tide_triton.collectives"]
 

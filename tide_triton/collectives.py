@@ -73,7 +73,7 @@ class Collectives:
         the end is ignored); a float dtype other than the spec's is cast on the way.
         """
         self._check_shards(shards)
-        self._gather.start(self._slot, shards, "Collectives", self.gather_traffic).await_data()
+        self._gather.start(self._slot, shards, "Collectives", self.gather_traffic).wait()
         return self._gather.views(self._slot)
 
     def reduce_scatter(

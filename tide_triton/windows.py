@@ -9,15 +9,20 @@ same order, so that a turn has the same number everywhere. In turn n:
     waits               <-- WRITTEN = n
     uses what came
 
-A rank raises READY for turn n only after its last use of turn n - 1, so nobody is ever overwritten.
+A rank raises READY for turn n only after its last use of turn n - 1, so nobody is ever overwritten. A turn may come in
+parts: WRITTEN counts n * PARTS + the parts that are there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tide_triton.layouts import Copy, flat
-from tide_triton.transports import READY, WRITTEN, Transport, Window
+from tide_triton.transports import READY, WRITTEN, Mark, Transport, Window
+
+#: One more than the parts that a turn can have.
+PARTS = 1 << 12
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Slot:
     window: Window
     label: str
     turn: int = field(default=0, init=False)
+    _vacant: Mark | None = field(default=None, init=False)
     _latest: "Turn | None" = field(default=None, init=False)
 
     def settle(self) -> None:
@@ -38,17 +44,25 @@ class Slot:
         if self._latest is not None:
             self._latest.await_data()
 
-    def open(self, what: str) -> "Turn":
+    def vacate(self) -> None:
+        """The latest turn's use of this slot ends here, in the order that is current."""
+        self._vacant = self.transport.mark()
+
+    def open(self, what: str, parts: int = 1) -> "Turn":
         """Start the next turn: tell every peer that this rank's slot is vacant.
 
         what: the group and collective, for errors.
+        parts: in how many parts the peers will put, 1 to `PARTS - 1`.
         """
+        if not 1 <= parts < PARTS:
+            raise ValueError(f"parts must be 1 to {PARTS - 1}, got {parts}")
         # A gather that was issued and never waited for may still be coming in.
         self.settle()
+        self.transport.after(self._vacant)
         self.turn += 1
         for peer in flat(self.transport.world_size, self.transport.rank):
             self.transport.signal(self.window, peer, READY, self.turn)
-        self._latest = Turn(self, self.turn, what)
+        self._latest = Turn(self, self.turn, what, parts)
         return self._latest
 
     def close(self) -> None:
@@ -63,7 +77,8 @@ class Turn:
     slot: Slot
     number: int
     what: str
-    _complete: bool = field(default=False, init=False)
+    parts: int = 1
+    is_complete: bool = field(default=False, init=False)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -74,21 +89,24 @@ class Turn:
         """Until `peer`'s slot is vacant."""
         self.slot.transport.wait(self.slot.window, peer, READY, self.number, f"{self.what}: credit")
 
-    def put(self, peer: int, source: torch.Tensor, copies: tuple[Copy, ...]) -> None:
-        """Copy from `source` into `peer`'s slot; only after its credit."""
-        self.slot.transport.put(self.slot.window, peer, source, copies)
+    def put(self, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+        """Copy into `peer`'s slot, each copy from its own contiguous source; only after the peer's credit."""
+        self.slot.transport.put(self.slot.window, peer, moves)
 
-    def publish(self, peer: int) -> None:
-        """Tell `peer` that everything for it is there."""
-        self.slot.transport.signal(self.slot.window, peer, WRITTEN, self.number)
+    def publish(self, peer: int, part: int = 1) -> None:
+        """Tell `peer` that the first `part` parts for it are there."""
+        self.slot.transport.signal(self.slot.window, peer, WRITTEN, self.number * PARTS + part)
+
+    def await_part(self, part: int) -> None:
+        """Until the first `part` parts from every peer are there."""
+        for peer in self.peers:
+            self.slot.transport.wait(self.slot.window, peer, WRITTEN, self.number * PARTS + part, f"{self.what}: data")
 
     def await_data(self) -> None:
         """Until everything for this rank is there. Waits once, however often it is called."""
-        if self._complete:
-            return
-        for peer in self.peers:
-            self.slot.transport.wait(self.slot.window, peer, WRITTEN, self.number, f"{self.what}: data")
-        self._complete = True
+        if not self.is_complete:
+            self.await_part(self.parts)
+            self.is_complete = True
 
 
 class SlotPool:

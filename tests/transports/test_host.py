@@ -55,7 +55,9 @@ def test_a_killed_peer_is_named_at_once_and_leaves_nothing_behind() -> None:
         outcomes = group.finish()
         took = time.monotonic() - killed
     assert isinstance(outcomes[1], PeerLostError)
-    assert re.search(r"rank 2 \(pid \d+\) died while rank 1 waited for it in reduce-scatter of 'head'", str(outcomes[1]))
+    assert re.search(
+        r"rank 2 \(pid \d+\) died while rank 1 waited for it in reduce-scatter of 'head'", str(outcomes[1])
+    )
     assert isinstance(outcomes[0], AbortedError)
     assert "rank 2" in str(outcomes[0])
     assert isinstance(outcomes[2], EOFError)

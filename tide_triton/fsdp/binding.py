@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tide_triton.all_gather import AllGather
+from tide_triton.all_gather import AllGather, Gathering
 from tide_triton.errors import SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.internals import FSDPParam, GroupSite
@@ -20,7 +20,7 @@ from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
 from tide_triton.reduce_scatter import ReduceScatter, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.views import dtype_name
-from tide_triton.windows import Slot, Turn
+from tide_triton.windows import Slot
 
 if TYPE_CHECKING:
     from tide_triton.fsdp.domain import Domain
@@ -42,7 +42,7 @@ class GroupBinding:
         self.gradients: list[GradTicket] = []
         self.slot: Slot | None = None
         self._strict = strict
-        self._turn: Turn | None = None
+        self._gathering: Gathering | None = None
         self._deferred = False
         self._bound = False
         self._reduce_allocations = 0
@@ -116,6 +116,11 @@ class GroupBinding:
             rebind(param, self.slot.window.tensor(place.offset, place.padded_nbytes // dtype.itemsize, dtype))
         self._bound = True
 
+    def vacate(self) -> None:
+        """The parameters were resharded: what has been enqueued so far is the last to read them from the slot."""
+        if self._bound and self.slot is not None:
+            self.slot.vacate()
+
     def release(self) -> None:
         """Give the resharded parameters storages of their own again, freed as stock FSDP2 leaves them."""
         if self._bound:
@@ -169,16 +174,16 @@ class GroupBinding:
         self._deferred = False
         # Read now, not at attach: loading and `to_empty` replace them.
         shards = [p._sharded_param_data for p in self.params]
-        self._turn = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather)
+        self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather)
 
     def finish_gather(self) -> None:
         """Until every peer's shards are in the slot."""
         if self._deferred:
             self.take_slot(may_defer=False)
             self._put_shards()
-        assert self._turn is not None
-        self._turn.await_data()
-        self._turn = None
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = None
 
     # --- the reduce-scatter, in FSDP2's steps ---
 

@@ -81,6 +81,16 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
                 param_all_gather_input_dtypes=[], param_all_gather_input_numels=[], all_gather_input_split_sizes=[]
             )
 
+    def _to_sharded(self) -> None:
+        if not self.is_sharded:
+            super()._to_sharded()
+            self._tide_binding.vacate()
+
+    def _to_sharded_post_forward(self) -> None:
+        if not self.is_sharded_post_forward:
+            super()._to_sharded_post_forward()
+            self._tide_binding.vacate()
+
     def post_backward(self, *unused: Any) -> None:
         binding = self._tide_binding
         binding.begin_reduce()

@@ -7,10 +7,13 @@ held in the memory of the rank that waits for them, and these only grow:
     WRITTEN   the peer has put everything it had for turn n into yours
 
 `put`, `signal` and `wait` keep their order: on a GPU the order of the current stream, on the host that of the calls.
+Lanes let them run beside the caller: on a GPU a lane is a stream of the transport's own, on the host there is but one
+order, and lanes and marks cost nothing.
 """
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from contextlib import AbstractContextManager
+from typing import Final, Literal, Protocol
 
 import torch
 
@@ -20,6 +23,13 @@ READY: Final = 0
 WRITTEN: Final = 1
 #: How many kinds of counter a window has.
 COUNTERS: Final = 2
+
+#: What runs beside the caller, each in an order of its own.
+Lane = Literal["gather", "cast", "reduce", "sum"]
+
+
+class Mark(Protocol):
+    """A point in a lane's or the caller's order, after which another may go on."""
 
 
 class Window(Protocol):
@@ -68,8 +78,8 @@ class Transport(Protocol):
         """
         ...
 
-    def put(self, window: Window, peer: int, source: torch.Tensor, copies: Sequence[Copy]) -> None:
-        """Copy from `source` (contiguous, any dtype; offsets in bytes from its start) into `peer`'s window."""
+    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+        """Copy into `peer`'s window, each copy from its own source (contiguous, any dtype; offsets in bytes)."""
         ...
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
@@ -81,6 +91,23 @@ class Transport(Protocol):
 
         what: the group and phase, for errors. Raises PeerError when the peer has died, given up or been too slow.
         """
+        ...
+
+    @property
+    def piece_nbytes(self) -> int | None:
+        """Bytes of the pieces in which collectives should go, None for all at once."""
+        ...
+
+    def lane(self, name: Lane) -> AbstractContextManager[None]:
+        """Run what is inside in `name`'s order, after everything the caller has done so far."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """Everything done so far, in the order that is current."""
+        ...
+
+    def after(self, mark: Mark | None) -> None:
+        """Go on, in the order that is current, only after `mark`."""
         ...
 
     def abort(self, reason: str) -> None:

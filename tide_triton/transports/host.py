@@ -10,6 +10,7 @@ Counters are written by one rank and read by one, so no word is ever updated by 
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -17,7 +18,7 @@ from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
-from tide_triton.transports.base import COUNTERS, Window
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Window
 from tide_triton.transports.peers import Announcement, Peers
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
@@ -66,6 +67,8 @@ class HostTransport:
     """
 
     name = "host"
+    #: Nothing overlaps here, so nothing is gained by pieces.
+    piece_nbytes: int | None = None
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self.device = torch.device("cpu")
@@ -119,9 +122,10 @@ class HostTransport:
                 )
         return HostWindow(nbytes, self.rank, maps)
 
-    def put(self, window: Window, peer: int, source: torch.Tensor, copies: Sequence[Copy]) -> None:
-        src, dst = as_bytes(source), _own(window).bytes[peer]
-        for copy in copies:
+    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+        dst = _own(window).bytes[peer]
+        for source, copy in moves:
+            src = as_bytes(source)
             if copy.dst.end > window.nbytes or copy.src.end > src.numel():
                 raise IndexError(f"{copy} leaves its source of {src.numel()} or its window of {window.nbytes} bytes")
             shape = (copy.rows, copy.width)
@@ -140,6 +144,15 @@ class HostTransport:
         self._peers.wait(lambda: words[word] >= value, peer, what)
         with self._fence:
             pass
+
+    def lane(self, name: Lane) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def after(self, mark: Mark | None) -> None:
+        """Calls return when their work is done."""
 
     def abort(self, reason: str) -> None:
         self._peers.abort(reason)

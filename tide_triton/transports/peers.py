@@ -5,6 +5,7 @@ Every rank owns one small segment, mapped by all, with the things that the other
     word 0           1 + the rank of this process once it has given up, else 0
     word 1           how many windows it has announced
     word 2           how many windows it has mapped from everyone
+    word 3           1 + the rank it is waiting for, 0 while it is not
     words 8..        the last windows announced: file descriptor (-1: no memory for it), bytes, digest
     then             why it gave up, as text
 """
@@ -20,7 +21,7 @@ from tide_triton.errors import AbortedError, PeerLostError, WaitTimeoutError
 from tide_triton.transports import shared_memory
 from tide_triton.transports.rendezvous import Rendezvous
 
-_ABORTED, _ANNOUNCED, _MAPPED, _TABLE = 0, 1, 2, 8
+_ABORTED, _ANNOUNCED, _MAPPED, _WAITING, _TABLE = 0, 1, 2, 3, 8
 #: Announcements kept. Ranks finish one window before the next, so two would do.
 _KEPT = 8
 _TEXT = (_TABLE + 3 * _KEPT) * 8
@@ -102,6 +103,14 @@ class Peers:
         """Until `done()`. Raises, on every rank, where `peer` is too slow or any rank has died or given up."""
         if done():
             return
+        own = self._words[self.rank]
+        own[_WAITING] = peer + 1
+        try:
+            self._wait(done, peer, what)
+        finally:
+            own[_WAITING] = 0
+
+    def _wait(self, done: Callable[[], bool], peer: int, what: str) -> None:
         started = checked = time.monotonic()
         pause, spins = 0.0, 0
         while not done():
@@ -117,7 +126,7 @@ class Peers:
                 if now - started > self.timeout_s:
                     message = (
                         f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in {what} for rank "
-                        f"{self.global_ranks[peer]} (pid {self.pids[peer]})"
+                        f"{self.global_ranks[peer]} (pid {self.pids[peer]}){self._whom_it_waits_for(peer)}"
                     )
                     self.abort(message)
                     raise WaitTimeoutError(message + "; find out what it is doing, or raise timeout_s")
@@ -138,6 +147,15 @@ class Peers:
             )
             self.abort(message)
             raise PeerLostError(message)
+
+    def _whom_it_waits_for(self, peer: int) -> str:
+        """Who keeps `peer` waiting in turn: the last of the chain is the one to look at."""
+        chain, seen = "", {self.rank}
+        while peer not in seen and (waits_for := self._words[peer][_WAITING]):
+            seen.add(peer)
+            chain += f", rank {self.global_ranks[peer]} for rank {self.global_ranks[waits_for - 1]}"
+            peer = waits_for - 1
+        return chain
 
     def _has_ended(self, peer: int) -> bool:
         if peer == self.rank:

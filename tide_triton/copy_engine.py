@@ -1,0 +1,112 @@
+"""Copies and signals that no SM takes part in: the only file that calls cuda-bindings.
+
+    copy        batched peer copies, strided ones row by row of the engine, one by one while a graph is captured
+    write       a 32-bit word into a peer's memory, in stream order
+    wait        until a local word has reached a value, in stream order
+
+Streams are torch's handles (`torch.cuda.Stream.cuda_stream`). The legacy stream is refused: batched copies fail on it,
+and everything on it waits for everything else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tide_triton.layouts import Copy
+
+#: (destination address, source address, what moves between them).
+AddressedCopy = tuple[int, int, Copy]
+
+
+class CudaCallError(RuntimeError):
+    """A CUDA call failed. The message holds the call, the driver's name for the error and its explanation."""
+
+
+class CopyEngine:
+    """cuda-bindings 12 or 13, loaded when the first transport needs it.
+
+    Raises ImportError with the way out where it is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver, runtime
+        except ImportError as error:
+            raise ImportError(
+                "GPU transports need cuda-bindings: pip install 'tide_triton[cu13]' (or cu12, as your torch)"
+            ) from error
+        self._driver: Any = driver
+        self._runtime: Any = runtime
+        attributes = runtime.cudaMemcpyAttributes()
+        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        # cudaMemcpyFlagPreferOverlapWithCompute: leave the SMs alone where the hardware has a choice.
+        attributes.flags = 1
+        self._attributes = [attributes]
+        self._device_to_device = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+
+    def copy(self, copies: Sequence[AddressedCopy], stream: int) -> None:
+        """Run `copies` on `stream`, in no order among themselves; what follows on the stream waits for all of them."""
+        _refuse_legacy(stream)
+        whole = [(dst + c.dst_offset, src + c.src_offset, c.width) for dst, src, c in copies if c.rows == 1]
+        capturing = torch.cuda.is_current_stream_capturing()
+        if len(whole) > 1 and not capturing:
+            destinations, sources, sizes = map(list, zip(*whole, strict=True))
+            self._check(
+                "cudaMemcpyBatchAsync",
+                self._runtime.cudaMemcpyBatchAsync(
+                    destinations, sources, sizes, len(whole), self._attributes, [0], 1, stream
+                ),
+            )
+        else:
+            for dst, src, nbytes in whole:
+                self._check(
+                    "cudaMemcpyAsync", self._runtime.cudaMemcpyAsync(dst, src, nbytes, self._device_to_device, stream)
+                )
+        for dst, src, c in copies:
+            if c.rows > 1:
+                self._check(
+                    "cudaMemcpy2DAsync",
+                    self._runtime.cudaMemcpy2DAsync(
+                        dst + c.dst_offset,
+                        c.dst_pitch,
+                        src + c.src_offset,
+                        c.src_pitch,
+                        c.width,
+                        c.rows,
+                        self._device_to_device,
+                        stream,
+                    ),
+                )
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Set the 32-bit word at `address` to `value`, after all that went before on `stream`."""
+        _refuse_legacy(stream)
+        self._check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32(stream, address, value, 0))
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Hold `stream` until the 32-bit word at `address` is at least `value` (as signed difference)."""
+        _refuse_legacy(stream)
+        self._check("cuStreamWaitValue32", self._driver.cuStreamWaitValue32(stream, address, value, 0))
+
+    def _check(self, call: str, result: Any) -> None:
+        code = result[0] if isinstance(result, tuple) else result
+        if int(code) == 0:
+            return
+        if isinstance(code, self._driver.CUresult):
+            name = _text(self._driver.cuGetErrorName(code))
+            explanation = _text(self._driver.cuGetErrorString(code))
+        else:
+            name = _text(self._runtime.cudaGetErrorName(code))
+            explanation = _text(self._runtime.cudaGetErrorString(code))
+        raise CudaCallError(f"{call}: {name}: {explanation}")
+
+
+def _text(result: Any) -> str:
+    value = result[1] if isinstance(result, tuple) else result
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _refuse_legacy(stream: int) -> None:
+    if stream == 0:
+        raise ValueError("stream must not be the legacy default stream; use torch.cuda.Stream()")

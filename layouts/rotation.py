@@ -52,21 +52,28 @@ def assign(groups: Sequence[GroupUse], prefetch: int, slots: int | None = None) 
     prefetch: how many groups are gathered ahead of the one that computes, at most.
     slots: slots per depth of nesting in which groups rotate; None for as many as `prefetch` needs and one spare.
 
-    Raises SlotShortageError where `slots` is less than 1 or than the groups unsharded at once.
+    Raises SlotShortageError where `slots` is less than 1 or than the groups unsharded at once at any depth, and
+    SpecError where `prefetch` is not an integer >= 0.
     """
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise SpecError(f"prefetch must be an integer >= 0, got {prefetch!r}")
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise SlotShortageError(f"slots must be an integer >= 1 or None (sized from the model), got {slots!r}")
-    slot_of = [-1] * len(groups)
-    slot_nbytes: list[int] = []
-    for depth in sorted({g.depth for g in groups if g.depth is not None}):
-        members = [index for index, g in enumerate(groups) if g.depth == depth]
-        needed = min(len(members), prefetch + 1)
-        if slots is not None and slots < needed:
+    depths = sorted({g.depth for g in groups if g.depth is not None})
+    rotating = [[index for index, g in enumerate(groups) if g.depth == depth] for depth in depths]
+    if slots is not None and rotating:
+        # The fullest depth decides: naming a shallower one's need would only lead to the next error.
+        fullest = max(rotating, key=len)
+        needed = min(len(fullest), prefetch + 1)
+        if slots < needed:
             raise SlotShortageError(
                 f"slots={slots} is too few: with a prefetch depth of {prefetch}, {needed} groups are unsharded at once "
-                f"({', '.join(groups[i].name for i in members[:needed])}, ...); pass slots={needed} or more, or leave "
+                f"({', '.join(groups[i].name for i in fullest[:needed])}); pass slots={needed} or more, or leave "
                 f"slots=None to have it sized from the model"
             )
+    slot_of = [-1] * len(groups)
+    slot_nbytes: list[int] = []
+    for members in rotating:
         count = min(len(members), prefetch + 1 + SPARE if slots is None else slots)
         first = len(slot_nbytes)
         slot_nbytes += [0] * count

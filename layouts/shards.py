@@ -34,7 +34,7 @@ class Region:
     @property
     def end(self) -> int:
         """One past the last byte."""
-        return self.offset if self.rows == 0 else self.offset + (self.rows - 1) * self.pitch + self.width
+        return self.offset if self.nbytes == 0 else self.offset + (self.rows - 1) * self.pitch + self.width
 
     def merged(self) -> "Region":
         """The same bytes in one run where the runs touch, and in one canonical form where there are none."""

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tide_triton.layouts.shards import Region, chunk_size, shard
-from tide_triton.layouts.spec import ITEMSIZES, GroupSpec, SpecError, TensorSpec
+from tide_triton.layouts.spec import GroupSpec, SpecError, TensorSpec, check_dtype
 
-#: Bytes to which tensors and segments are aligned: enough for 16-byte accesses, TMA and copy engines.
+#: Bytes to which a tensor's place and its first segment are aligned: enough for 16-byte accesses, TMA and copy engines.
+#: What lies inside is as dense as its dtype: a later rank's shard or segment starts on an element, no more.
 ALIGNMENT = 256
 
 
@@ -32,8 +33,8 @@ def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def _check_alignment(alignment: int) -> None:
-    if alignment < 16 or alignment & (alignment - 1):
-        raise SpecError(f"alignment must be a power of two >= 16, got {alignment}")
+    if not isinstance(alignment, int) or alignment < 16 or alignment & (alignment - 1):
+        raise SpecError(f"alignment must be a power of two >= 16, got {alignment!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,8 @@ class LandingLayout:
 
     def __post_init__(self) -> None:
         _check_alignment(self.alignment)
-        if self.dtype is not None and self.dtype not in ITEMSIZES:
-            raise SpecError(f"gradient dtype {self.dtype!r} has no layout; use one of {', '.join(ITEMSIZES)}")
+        if self.dtype is not None:
+            check_dtype(self.dtype, "gradient dtype")
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -118,12 +119,18 @@ class LandingLayout:
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of the landing, a multiple of the alignment."""
         if not self.offsets:
             return 0
         return align(self.offsets[-1] + self.strides[-1] * self.spec.world_size, self.alignment)
 
     def segment(self, index: int, source: int, owner: int) -> Region:
-        """Where rank `source`'s slice of tensor `index` lands with its owner: contiguous, without padding."""
+        """Where rank `source`'s slice of tensor `index` lands with its owner: contiguous, without padding.
+
+        Raises SpecError for a source or owner outside the world: its segment would be the next tensor's.
+        """
+        if not 0 <= source < self.spec.world_size:
+            raise SpecError(f"source must be 0 to {self.spec.world_size - 1}, got {source}")
         own = shard(self.tensors[index], self.spec.world_size, owner)
         offset = self.offsets[index] + source * self.strides[index]
         return Region(offset, 1, own.nbytes, own.nbytes).merged()

@@ -1,9 +1,10 @@
 """What is sharded: tensors with their shapes, dtypes and shard dims, over a number of ranks."""
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 
 #: Bytes per element of every dtype a slot can hold, by torch's name for it.
@@ -31,6 +32,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_dtype(dtype: object, what: str) -> None:
+    """Raise SpecError unless `dtype` is a key of `ITEMSIZES`; `what` opens the message."""
+    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+        raise SpecError(f"{what} {dtype!r} has no layout; use one of {', '.join(ITEMSIZES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor before it is sharded.
@@ -52,15 +59,16 @@ class TensorSpec:
         if not isinstance(self.name, str) or not self.name:
             raise SpecError(f"name must be a non-empty string, got {self.name!r}")
         where = f"tensor {self.name!r}"
-        if not isinstance(self.shape, tuple):
-            object.__setattr__(self, "shape", tuple(self.shape))
+        if not isinstance(self.shape, Iterable):
+            raise SpecError(f"{where}: shape must be a sequence of integers >= 0, got {self.shape!r}")
+        # A plain tuple, whatever sequence was given (a list, a torch.Size): specs that are equal then look equal too.
+        object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape:
             raise SpecError(f"{where}: shape has no dims, and a scalar cannot be sharded; reshape it to (1,)")
         for size in self.shape:
             if not _is_int(size) or size < 0:
                 raise SpecError(f"{where}: shape must hold integers >= 0, got {list(self.shape)}")
-        if self.dtype not in ITEMSIZES:
-            raise SpecError(f"{where}: dtype {self.dtype!r} has no layout; use one of {', '.join(ITEMSIZES)}")
+        check_dtype(self.dtype, f"{where}: dtype")
         if not _is_int(self.shard_dim) or not 0 <= self.shard_dim < len(self.shape):
             raise SpecError(
                 f"{where}: shard_dim must be 0 to {len(self.shape) - 1} for shape {list(self.shape)}, "
@@ -106,8 +114,7 @@ class GroupSpec:
     def __post_init__(self) -> None:
         if not _is_int(self.world_size) or self.world_size < 1:
             raise SpecError(f"world_size must be an integer >= 1, got {self.world_size!r}")
-        if not isinstance(self.tensors, tuple):
-            object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "tensors", tuple(self.tensors))
         seen: set[str] = set()
         for tensor in self.tensors:
             if tensor.name in seen:
@@ -116,5 +123,6 @@ class GroupSpec:
 
     @property
     def digest(self) -> str:
-        """64 bits, as hex, that differ when anything that decides the layout differs."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+        """64 bits, as hex, that differ when any field differs and are equal for equal specs."""
+        # JSON rather than repr(): ranks must agree on values, not on the classes that carry them (str and int enums).
+        return hashlib.blake2b(json.dumps(astuple(self)).encode(), digest_size=8).hexdigest()

@@ -9,14 +9,18 @@ A copy is what a copy engine takes: rows of `width` bytes with a pitch on either
 contiguous, so that nothing is strided without need.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from tide_triton.layouts.shards import Region, shard
 from tide_triton.layouts.slots import LandingLayout, SlotLayout
+
+if TYPE_CHECKING:  # only `execute` takes arrays, and planning should not have to import numpy
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,10 @@ def between(src: Region, dst: Region) -> Copy | None:
 
 
 def merge(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """The same bytes in fewer copies: contiguous copies that continue each other on both sides become one."""
+    """The same bytes in fewer copies: contiguous copies that continue each other on both sides become one.
+
+    Copies come back ordered by `src_offset`, so they must not overlap on the destination.
+    """
     merged: list[Copy] = []
     for copy in sorted(copies, key=lambda c: c.src_offset):
         if merged:
@@ -100,8 +107,18 @@ def scatter_copies(landing: LandingLayout, src: int, owner: int) -> tuple[Copy |
 
 
 def execute(copies: Sequence[Copy], src: npt.NDArray[np.uint8], dst: npt.NDArray[np.uint8]) -> None:
-    """Run `copies` from the 1-D byte array `src` to `dst`, row by row: the naive twin of every transport's put."""
+    """Run `copies` from the 1-D byte array `src` to `dst`, row by row: the naive twin of every transport's put.
+
+    Raises ValueError for arrays of anything but bytes, and for a copy that leaves one, before any of it is written: a
+    slice past the end would be cut short in silence, where hardware writes on.
+    """
+    for side, array in (("source", src), ("destination", dst)):
+        if array.ndim != 1 or array.itemsize != 1:
+            raise ValueError(f"the {side} must be a 1-D array of bytes, got {array.ndim} dims of {array.dtype}")
     for copy in copies:
+        for side, region, array in (("source", copy.src, src), ("destination", copy.dst, dst)):
+            if region.offset < 0 or region.end > array.size:
+                raise ValueError(f"{copy} leaves its {side} of {array.size} bytes: {region.offset} to {region.end}")
         for row in range(copy.rows):
-            start, stop = copy.src_offset + row * copy.src_pitch, copy.dst_offset + row * copy.dst_pitch
-            dst[stop : stop + copy.width] = src[start : start + copy.width]
+            read, write = copy.src_offset + row * copy.src_pitch, copy.dst_offset + row * copy.dst_pitch
+            dst[write : write + copy.width] = src[read : read + copy.width]

@@ -59,7 +59,7 @@ class Collectives:
         meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
         meeting.require_equal(spec.digest, parts, "opening Collectives")
-        self._pool = SlotPool(select.make(transport, device, meeting, timeout_s))
+        self._pool = SlotPool(select.make(transport, device, group, meeting, timeout_s)[0])
         try:
             self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
         except BaseException:

@@ -35,7 +35,7 @@ ON_BLACKWELL = ("accumulate two", "accumulate eight", "accumulate strided", "pla
 def main() -> None:
     """One line of JSON: "sm: variant" -> the fields of `Compiled`."""
     found: dict[str, Compiled] = {}
-    variants = {**ACCUMULATE, **PLACE}
+    variants: dict[str, AccumulateVariant | PlaceVariant] = {**ACCUMULATE, **PLACE}
     for name, variant in variants.items():
         found[f"sm_90: {name}"] = compile_ptx(variant, 90)
     for name in ON_BLACKWELL:

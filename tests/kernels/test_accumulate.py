@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 #: Small blocks, so that small tensors have full and edge blocks.
 SMALL = Tuning(block=128, warps=4, stages=2)
 
-few = settings(deadline=None, max_examples=40)
+few = settings(deadline=None, max_examples=30)
 ctas = st.sampled_from([None, 1, 3])
 wires = st.sampled_from([None, *FLOATS])
 factors = st.sampled_from([1.0, 1.0, 3.0, 1 / 3, 0.125])
@@ -208,19 +208,18 @@ def test_statistics_hold_the_sum_of_squares_and_the_count_of_non_finite_values(o
 
 
 def test_statistics_do_not_depend_on_the_number_of_ctas() -> None:
-    x = [[values(3000, torch.bfloat16, rank, special=False) for rank in range(2)]]
-    output = torch.empty(3000, device=DEVICE)
+    x = [[values(1000, torch.bfloat16, rank, special=False) for rank in range(2)]]
+    output = torch.empty(1000, device=DEVICE)
     found = [
-        accumulate(x, [output], statistics=True, engine="triton", ctas=ctas, tuning=SMALL) for ctas in (None, 1, 2, 7)
+        accumulate(x, [output], statistics=True, engine="triton", ctas=ctas, tuning=SMALL) for ctas in (None, 1, 3)
     ]
-    for sums in found:
-        assert sums is not None
-        assert torch.equal(sums, found[0])  # type: ignore[arg-type]
+    assert len({tuple(sums.tolist()) for sums in found if sums is not None}) == 1
+    assert all(sums is not None for sums in found)
 
 
 def test_statistics_of_nothing_are_zero() -> None:
     for engine in ("triton", "torch"):
-        got = accumulate([], [], statistics=True, engine=engine)  # type: ignore[arg-type]
+        got = accumulate([], [], statistics=True, engine=engine)
         assert got is not None
         assert got.tolist() == [0.0, 0.0]
 
@@ -298,5 +297,5 @@ def test_dtypes_that_cannot_be_added_are_refused_by_name(engine: Any) -> None:
         accumulate([[x, x.long()]], [x], engine=engine)
     with pytest.raises(UnsupportedDtypeError, match=r"outputs\[0\] has dtype int32"):
         accumulate([[x]], [x.int()], engine=engine)
-    with pytest.raises(UnsupportedDtypeError, match="wire_dtype.* has dtype int8"):
+    with pytest.raises(UnsupportedDtypeError, match=r"wire_dtype.* has dtype int8"):
         accumulate([[x]], [x], wire_dtype=torch.int8, engine=engine)

@@ -45,7 +45,7 @@ def variants() -> Variants:
 
 @pytest.fixture(scope="module")
 def ptx(variants: Variants) -> Select:
-    """`ptx("two", "strided")`: PTX of the variants whose names hold any of the words, or of all; never of none."""
+    """`ptx("two", "strided")`: PTX by name of the variants whose names hold any of the words; without words, all."""
 
     def select(*words: str) -> dict[str, str]:
         found = {name: v["ptx"] for name, v in variants.items() if not words or any(word in name for word in words)}

@@ -19,7 +19,7 @@ from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
 from tide_triton.transports.base import COUNTERS, Lane, Mark, Window
-from tide_triton.transports.peers import Announcement, Peers
+from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
 
@@ -93,10 +93,10 @@ class HostTransport:
         own = None if fd < 0 else shared_memory.map_own(fd, total)
         try:
             # Digests travel as signed words.
-            self._peers.announce(serial, Announcement(fd, nbytes, _signed(digest)))
+            self._peers.announce(serial, Announcement(fd, nbytes, signed(digest)))
             others = [self._peers.announcement(peer, serial, f"allocating {what}") for peer in range(self.world_size)]
             maps = []
-            if all(a.nbytes == nbytes and a.digest == _signed(digest) and a.fd >= 0 for a in others):
+            if all(a.nbytes == nbytes and a.digest == signed(digest) and a.fd >= 0 for a in others):
                 for peer, a in enumerate(others):
                     mapped = own if peer == self.rank else shared_memory.map_of(self._peers.pids[peer], a.fd, total)
                     assert mapped is not None
@@ -107,7 +107,7 @@ class HostTransport:
             if fd >= 0:
                 shared_memory.release(fd)
         for peer, a in enumerate(others):
-            if a.nbytes != nbytes or a.digest != _signed(digest):
+            if a.nbytes != nbytes or a.digest != signed(digest):
                 raise MismatchError(
                     f"ranks disagree on {what}: rank {self.global_ranks[self.rank]} wants {nbytes} bytes (layout "
                     f"{digest}), rank {self.global_ranks[peer]} {a.nbytes} bytes; parameters must have the same shapes "
@@ -180,8 +180,3 @@ def _tensor(memory: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> t
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-
-
-def _signed(digest: str) -> int:
-    value = int(digest, 16)
-    return value - (1 << 64) if value >= 1 << 63 else value

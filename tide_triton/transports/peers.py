@@ -134,7 +134,7 @@ class Peers:
     def _check(self, done: Callable[[], bool], peer: int, what: str) -> None:
         for other, words in enumerate(self._words):
             if other != self.rank and words[_ABORTED]:
-                text = bytes(self._segments[other][_TEXT:_NBYTES]).rstrip(b"\0").decode(errors="replace")
+                text = self._reason(other)
                 self.abort(text)
                 own, its = self.global_ranks[self.rank], self.global_ranks[other]
                 raise AbortedError(f"rank {own}, in {what}, stops with rank {its}: {text}")
@@ -172,6 +172,16 @@ class Peers:
         self._segments[self.rank][_TEXT : _TEXT + len(text)] = text
         self._words[self.rank][_ABORTED] = self.rank + 1
 
+    def why_aborted(self) -> str:
+        """The reason of the first other rank that has given up, "" while none has."""
+        for other, words in enumerate(self._words):
+            if other != self.rank and words[_ABORTED]:
+                return self._reason(other)
+        return ""
+
+    def _reason(self, other: int) -> str:
+        return bytes(self._segments[other][_TEXT:_NBYTES]).rstrip(b"\0").decode(errors="replace")
+
     @property
     def aborted(self) -> bool:
         return self._words[self.rank][_ABORTED] > 0
@@ -186,6 +196,12 @@ class Peers:
         for segment in self._segments:
             segment.close()
         self._segments.clear()
+
+
+def signed(digest: str) -> int:
+    """64 bits given as hex, as the signed word in which they travel."""
+    value = int(digest, 16)
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _machine() -> str:

@@ -3,12 +3,13 @@
 from typing import Final, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from tide_triton.transports.base import Transport
 from tide_triton.transports.host import HostTransport
 from tide_triton.transports.rendezvous import Rendezvous
 
-TransportName = Literal["auto", "host"]
+TransportName = Literal["auto", "host", "nccl", "symm"]
 NAMES: Final[tuple[str, ...]] = get_args(TransportName)
 
 
@@ -16,14 +17,34 @@ def check(transport: str, device: torch.device) -> None:
     """Raise ValueError, with the way out, unless `transport` can move tensors of `device`."""
     if transport not in NAMES:
         raise ValueError(f"transport must be one of {', '.join(map(repr, NAMES))}, got {transport!r}")
-    if device.type != "cpu":
+    fitting = {"cpu": ("auto", "host"), "cuda": ("auto", "nccl", "symm")}.get(device.type)
+    if fitting is None:
+        raise ValueError(f"there is no transport for tensors on {device}; keep the stock collectives there")
+    if transport not in fitting:
         raise ValueError(
-            f"transport={transport!r} has nothing for tensors on {device}: this version moves CPU tensors; keep the "
-            f"stock collectives there"
+            f"transport={transport!r} cannot move tensors on {device}; pass one of {', '.join(map(repr, fitting))}"
         )
 
 
-def make(transport: str, device: torch.device, meeting: Rendezvous, timeout_s: float) -> Transport:
-    """The transport between the ranks of `meeting` for tensors of `device`."""
+def make(
+    transport: str, device: torch.device, group: dist.ProcessGroup, meeting: Rendezvous, timeout_s: float
+) -> tuple[Transport, str]:
+    """The transport between the ranks of `group` for tensors of `device`, and why it was picked.
+
+    Raises what the transport raises where it cannot be had, on every rank.
+    """
     check(transport, device)
-    return HostTransport(meeting, timeout_s)
+    if device.type == "cpu":
+        return HostTransport(meeting, timeout_s), "tensors are on the CPU"
+    from tide_triton.transports import nccl, symm
+
+    if transport == "symm":
+        return symm.SymmTransport(group, meeting, timeout_s, device), "asked for"
+    # One rank without NCCL's windows is enough to do without.
+    reasons = [text for text in meeting.exchange(nccl.why_not(group, device) or "", "choosing a transport") if text]
+    if not reasons:
+        why = "asked for" if transport == "nccl" else "NCCL has windows"
+        return nccl.NcclTransport(group, meeting, timeout_s, device), why
+    if transport == "nccl":
+        raise ValueError(f"transport='nccl' cannot be had: {reasons[0]}; pass transport='symm' or 'auto'")
+    return symm.SymmTransport(group, meeting, timeout_s, device), f"not nccl: {reasons[0]}"

@@ -1,0 +1,83 @@
+"""Which engine runs, and how a prepared launch is started."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+
+from tide_triton.kernels.tables import Launch
+
+Engine = Literal["auto", "triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Elements per block, warps per CTA, and stages of the software pipeline, which runs only where `ctas` is given.
+
+    Raises ValueError unless block and warps are powers of two, block >= 16 and stages >= 1.
+    """
+
+    block: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("block", self.block, 16), ("warps", self.warps, 1)):
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two >= {least}, got {value}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be >= 1, got {self.stages}")
+
+
+def interpreted(kernel: object) -> bool:
+    """Whether Triton was told to interpret (`TRITON_INTERPRET=1`) when `kernel` was defined."""
+    return not isinstance(kernel, triton.runtime.JITFunction)
+
+
+def uses_triton(engine: Engine, device: torch.device, kernel: object) -> bool:
+    """Whether Triton runs (else the torch twin): "auto" takes it for CUDA tensors only, as interpreting it is slow.
+
+    Raises ValueError for an unknown engine, and for "triton" on CPU tensors where Triton does not interpret.
+    """
+    if engine not in ("auto", "triton", "torch"):
+        raise ValueError(f'engine must be "auto", "triton" or "torch", got {engine!r}')
+    if engine == "triton" and device.type != "cuda" and not interpreted(kernel):
+        raise ValueError(
+            f'engine="triton" needs CUDA tensors, got {device}; set TRITON_INTERPRET=1 before triton is imported '
+            'to interpret kernels on CPU, or leave engine="auto"'
+        )
+    return engine == "triton" or (engine == "auto" and device.type == "cuda")
+
+
+def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tensor) -> None:
+    """Start `kernel` on the current stream of the table's device, on at most `ctas` CTAs (None: one per block).
+
+    Raises ValueError where ctas < 1.
+    """
+    check_ctas(ctas)
+    if launch.blocks == 0:
+        return
+    grid = launch.blocks if ctas is None else min(ctas, launch.blocks)
+    options: dict[str, Any] = {"num_warps": launch.num_warps}
+    if not interpreted(kernel):
+        # A fused multiply-add would skip a rounding that the semantics promise.
+        options["enable_fp_fusion"] = False
+    device = launch.table.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(grid,)](
+            launch.table,
+            *arguments,
+            launch.tensors,
+            launch.full_blocks,
+            launch.edge_blocks,
+            **launch.constants,
+            **options,
+        )
+
+
+def check_ctas(ctas: int | None) -> None:
+    """Raises ValueError unless `ctas` is None or >= 1."""
+    if ctas is not None and ctas < 1:
+        raise ValueError(f"ctas must be >= 1, or None for one CTA per block, got {ctas}")

@@ -1,0 +1,251 @@
+"""What the GPU transports of one machine share: everything but where symmetric memory comes from.
+
+Each window is symmetric memory, laid out as on the host but with 32-bit counters, which is what a stream can write and
+wait for. Puts are peer copies by copy engine, signals are stream writes to the peer, waits are stream waits on this
+rank's memory: no SM takes part.
+
+    lane      stream of                                                      waits for
+    gather    credits, puts and signals of all-gathers                       cast, tensor by tensor
+    cast      the cast of shards into the own slot
+    reduce    credits, puts and signals of reduce-scatters                   the gradients
+    sum       the sums of what has landed                                    WRITTEN, piece by piece
+"""
+
+import abc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tide_triton.copy_engine import CopyEngine
+from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
+from tide_triton.layouts import Copy
+from tide_triton.layouts.slots import align
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Window
+from tide_triton.transports.peers import Announcement, Peers, signed
+from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.transports.watchdog import Watchdog, Watched
+
+_WORD = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricMemory:
+    """Memory of this rank and where every rank's twin of it is mapped here.
+
+    own: uint8, (nbytes,). addresses: of each rank's memory, in rank order. keep: whatever must live as long.
+    """
+
+    own: torch.Tensor
+    addresses: tuple[int, ...]
+    keep: Any
+
+
+class DeviceWindow:
+    """A window in symmetric memory. Built by `DeviceTransport.allocate`."""
+
+    def __init__(self, nbytes: int, rank: int, memory: SymmetricMemory) -> None:
+        self.nbytes = nbytes
+        self.header = header_nbytes(len(memory.addresses))
+        self.addresses = memory.addresses
+        self.memory = memory.own[self.header : self.header + nbytes]
+        #: The highest value that any counter of this window was told to wait for.
+        self.latest = 0
+        self._rank = rank
+        self._keep: SymmetricMemory | None = memory
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._keep is None:
+            raise RuntimeError("the window is closed")
+        if offset < 0 or offset + numel * dtype.itemsize > self.nbytes:
+            raise IndexError(f"{numel} x {dtype} at byte {offset} lie outside a window of {self.nbytes} bytes")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=self.memory.device)
+        raw = _Raw(self.addresses[self._rank] + self.header + offset, numel * dtype.itemsize, self._keep)
+        return torch.as_tensor(raw, device=self.memory.device).view(dtype)
+
+    def word(self, at: int, of: int, counter: int) -> int:
+        """The address of rank `of`'s `counter` in rank `at`'s window."""
+        world = len(self.addresses)
+        if not (0 <= counter < COUNTERS and 0 <= of < world):
+            raise IndexError(f"counter {counter} of rank {of} is not one of {COUNTERS} x {world}")
+        return self.addresses[at] + (counter * world + of) * 4
+
+    def close(self) -> None:
+        self._keep = None
+        self.memory = self.memory[:0].clone()
+
+
+class _Raw:
+    """Device memory that torch may look at without owning it; `keep` lives as long as the tensor over it."""
+
+    def __init__(self, address: int, nbytes: int, keep: object) -> None:
+        self.keep = keep
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class DeviceTransport(abc.ABC):
+    """A transport between GPUs of one machine, over symmetric memory that the subclass allocates.
+
+    timeout_s: seconds that any wait may take.
+    """
+
+    name: str
+    piece_nbytes: int | None = 32 << 20
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float, device: torch.device) -> None:
+        self.device = device
+        self.rank = rendezvous.rank
+        self.world_size = rendezvous.world_size
+        self.global_ranks = rendezvous.global_ranks
+        self._timeout_s = timeout_s
+        self._engine = CopyEngine()
+        self._peers = Peers(rendezvous, timeout_s)
+        self._watchdog = Watchdog(timeout_s, self._peers.why_aborted, self._give_up)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._windows: list[DeviceWindow] = []
+        self._serial = 0
+        self._failure: str | None = None
+        self._waiting = ("", self.rank)
+
+    @abc.abstractmethod
+    def _symmetric(self, nbytes: int) -> SymmetricMemory:
+        """`nbytes` bytes of symmetric memory; every rank calls this with the same size."""
+
+    def allocate(self, nbytes: int, digest: str, what: str) -> DeviceWindow:
+        self._check_usable()
+        serial, self._serial = self._serial, self._serial + 1
+        total = header_nbytes(self.world_size) + nbytes
+        # Whether there is room is settled first: inside the allocation, one rank's failure would hang the others.
+        torch.cuda.synchronize(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < total:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+        self._peers.announce(serial, Announcement(0 if free >= total else -1, nbytes, signed(digest)))
+        others = [self._peers.announcement(peer, serial, f"allocating {what}") for peer in range(self.world_size)]
+        self._peers.mapped(serial, f"allocating {what}")
+        for peer, a in enumerate(others):
+            if a.nbytes != nbytes or a.digest != signed(digest):
+                raise MismatchError(
+                    f"ranks disagree on {what}: rank {self.global_ranks[self.rank]} wants {nbytes} bytes (layout "
+                    f"{digest}), rank {self.global_ranks[peer]} {a.nbytes} bytes; parameters must have the same shapes "
+                    f"and dtypes on every rank"
+                )
+        for peer, a in enumerate(others):
+            if a.fd < 0:
+                raise SharedMemoryError(
+                    f"rank {self.global_ranks[peer]} has no device memory for {what}: {total} bytes wanted"
+                    + (f", {free} bytes free; pass fewer slots" if peer == self.rank else "")
+                )
+        memory = self._symmetric(total)
+        memory.own[: header_nbytes(self.world_size)].zero_()
+        torch.cuda.synchronize(self.device)
+        serial, self._serial = self._serial, self._serial + 1
+        self._peers.announce(serial, Announcement(0, nbytes, 0))
+        # Nobody may signal before everyone's counters are zero.
+        self._peers.mapped(serial, f"allocating {what}")
+        window = DeviceWindow(nbytes, self.rank, memory)
+        self._windows.append(window)
+        return window
+
+    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+        own = _own(window)
+        destination = own.addresses[peer] + own.header
+        addressed = []
+        for source, copy in moves:
+            if copy.dst.end > own.nbytes or copy.src.end > source.nbytes:
+                raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {own.nbytes} bytes")
+            addressed.append((destination, source.data_ptr(), copy))
+        if addressed:
+            self._engine.copy(addressed, self._stream())
+
+    def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
+        self._engine.write(_own(window).word(peer, self.rank, counter), value % _WORD, self._stream())
+
+    def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
+        self._check_usable()
+        own = _own(window)
+        own.latest = max(own.latest, value)
+        self._waiting = (what, peer)
+        self._engine.wait(own.word(self.rank, peer, counter), value % _WORD, self._stream())
+
+    @contextmanager
+    def lane(self, name: Lane) -> Iterator[None]:
+        stream = self._streams.get(name)
+        if stream is None:
+            # Ahead of compute, whose kernels are many and long.
+            stream = self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on the "
+                "host. Capture the modules' computation only, or detach() before capturing"
+            )
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def mark(self) -> Mark | None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._watchdog.watch(event, *self._waiting)
+        return event
+
+    def after(self, mark: Mark | None) -> None:
+        if mark is not None:
+            assert isinstance(mark, torch.cuda.Event)
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def abort(self, reason: str) -> None:
+        self._peers.abort(reason)
+
+    def close(self) -> None:
+        self._watchdog.stop()
+        if self._failure is None and self._streams:
+            torch.cuda.synchronize(self.device)
+        self._windows.clear()
+        self._streams.clear()
+        self._peers.close()
+
+    def _stream(self) -> int:
+        stream: int = torch.cuda.current_stream(self.device).cuda_stream
+        return stream
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise PeerError(f"{self._failure}; detach, and attach again once every rank is well")
+
+    def _give_up(self, wait: Watched | None, reason: str) -> None:
+        """On the watchdog's thread: let every rank know, and the streams go on."""
+        if wait is not None:
+            reason = (
+                f"rank {self.global_ranks[self.rank]} waited {self._timeout_s:g} s in {wait.what} for rank "
+                f"{self.global_ranks[wait.peer]} (pid {self._peers.pids[wait.peer]})"
+            )
+        self._failure = reason
+        self._peers.abort(reason)
+        with torch.cuda.device(self.device):
+            release = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            for window in self._windows:
+                for counter in range(COUNTERS):
+                    for peer in range(self.world_size):
+                        value = (window.latest + (1 << 30)) % _WORD
+                        self._engine.write(window.word(self.rank, peer, counter), value, release.cuda_stream)
+
+
+def _own(window: Window) -> DeviceWindow:
+    if not isinstance(window, DeviceWindow):
+        raise TypeError(f"a {type(window).__name__} is not a window of a GPU transport")
+    return window
+
+
+def header_nbytes(world_size: int) -> int:
+    """Bytes of a window's counters, in front of its data."""
+    return align(world_size * COUNTERS * 4)

@@ -1,0 +1,73 @@
+"""Symmetric windows of NCCL, on torch's own communicator, through nccl4py."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tide_triton.errors import TideError
+from tide_triton.transports.device import DeviceTransport, SymmetricMemory
+from tide_triton.transports.rendezvous import Rendezvous
+
+#: The first NCCL whose windows give host code a pointer to every peer's memory, with more than one signal.
+MINIMUM = (2, 31)
+
+
+def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why NCCL windows cannot be used between the ranks of `group`, None where they can, as far as is known here."""
+    try:
+        import nccl.core as nccl
+    except ImportError as error:
+        return f"nccl4py is not installed ({error})"
+    library = nccl.get_version().libnccl
+    if library is None:
+        return "no NCCL library is loaded"
+    if (library.version.major, library.version.minor) < MINIMUM:
+        return f"the NCCL that is loaded is {library.version}, windows need {MINIMUM[0]}.{MINIMUM[1]} or newer"
+    if "nccl" not in dist.get_backend(group):
+        return f"the process group's backend is {dist.get_backend(group)}"
+    return None
+
+
+class NcclTransport(DeviceTransport):
+    """GPUs of one machine whose windows are registered with NCCL."""
+
+    name = "nccl"
+
+    def __init__(
+        self, group: dist.ProcessGroup, rendezvous: Rendezvous, timeout_s: float, device: torch.device
+    ) -> None:
+        super().__init__(rendezvous, timeout_s, device)
+        import nccl.core as nccl
+
+        self._nccl: Any = nccl
+        # torch makes a communicator at the first collective, and a window must not be the first.
+        dist.barrier(group=group, device_ids=[device.index])
+        backend: Any = group._get_backend(device)
+        self._communicator = nccl.Communicator(backend._comm_ptr())
+
+    def _symmetric(self, nbytes: int) -> SymmetricMemory:
+        own = self._nccl.torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        window = self._communicator.register_window(own, self._nccl.WindowFlag.COLL_SYMMETRIC)
+        if not window.handle:
+            raise TideError(f"NCCL registered no window of {nbytes} bytes on {self.device}: windows are not supported")
+        addresses = []
+        for peer in range(self.world_size):
+            address = window.get_peer_device_pointer(peer, 0)
+            if not address:
+                raise TideError(
+                    f"NCCL gives no pointer to rank {self.global_ranks[peer]}'s window: it is not on this machine"
+                )
+            addresses.append(int(address))
+        # A window keeps nothing alive, and must be closed before its memory goes.
+        return SymmetricMemory(own, tuple(addresses), _Registered(window, own))
+
+
+class _Registered:
+    """A window and its memory, given back in that order."""
+
+    def __init__(self, window: Any, own: torch.Tensor) -> None:
+        self._window, self._own = window, own
+
+    def __del__(self) -> None:
+        self._window.close()

@@ -10,9 +10,9 @@ A list takes one launch, whatever the number of tensors in it: they reach the ke
 (`tables`). On CPU tensors the twins run. `compile` gives the kernels' PTX without a GPU.
 """
 
-from tide_triton.kernels.accumulate import accumulate, default_tuning
+from tide_triton.kernels.accumulate import accumulate, default_tuning, prepare_accumulate
 from tide_triton.kernels.launch import Tuning
-from tide_triton.kernels.place import pack, place
+from tide_triton.kernels.place import pack, place, prepare_place
 from tide_triton.kernels.reference import accumulate_reference, place_reference
 from tide_triton.kernels.tables import TableCache
 from tide_triton.kernels.views import UnsupportedDtypeError
@@ -27,4 +27,6 @@ __all__ = [
     "pack",
     "place",
     "place_reference",
+    "prepare_accumulate",
+    "prepare_place",
 ]

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tide_triton.kernels.accumulate_kernel import accumulate_kernel
-from tide_triton.kernels.launch import Engine, Tuning, check_ctas, interpreted, start, uses_triton
+from tide_triton.kernels.launch import Engine, Prepared, Tuning, check_ctas, interpreted, start, uses_triton
 from tide_triton.kernels.reference import accumulate_reference
 from tide_triton.kernels.tables import (
     Launch,
@@ -286,3 +286,33 @@ def accumulate(
         start(accumulate_kernel, launch, ctas, partials)
         sums += partials.sum(1, dtype=torch.float64)
     return sums
+
+
+def prepare_accumulate(
+    contributions: Sequence[Sequence[torch.Tensor]],
+    outputs: Sequence[torch.Tensor],
+    *,
+    wire_dtype: torch.dtype | None = None,
+    premultiply: float = 1.0,
+    divisor: float = 1.0,
+    add: bool = False,
+    ctas: int | None = None,
+    tuning: Tuning | None = None,
+) -> Prepared:
+    """`accumulate` for tensors that stay where they are, to be called any number of times."""
+    device = outputs[0].device if outputs else torch.device("cpu")
+    if device.type != "cuda":
+
+        def run_on_host() -> None:
+            accumulate(contributions, outputs, wire_dtype=wire_dtype, premultiply=premultiply, divisor=divisor, add=add)
+
+        return Prepared(run_on_host, is_reusable=False)
+    _check(contributions, outputs, wire_dtype)
+    base = AccumulateVariant((), torch.float32, wire_dtype, premultiply != 1.0, divisor != 1.0, add=add)
+    launches = _prepare(contributions, outputs, base, (premultiply, divisor), tuning, ctas is not None)
+
+    def run() -> None:
+        for launch in launches:
+            start(accumulate_kernel, launch, ctas, launch.table)
+
+    return Prepared(run, is_reusable=True)

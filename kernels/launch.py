@@ -1,5 +1,6 @@
 """Which engine runs, and how a prepared launch is started."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,16 +66,32 @@ def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tenso
         # A fused multiply-add would skip a rounding that the semantics promise.
         options["enable_fp_fusion"] = False
     device = launch.table.device
+    given = (launch.table, *arguments, launch.tensors, launch.full_blocks, launch.edge_blocks)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(grid,)](
-            launch.table,
-            *arguments,
-            launch.tensors,
-            launch.full_blocks,
-            launch.edge_blocks,
-            **launch.constants,
-            **options,
-        )
+        known = launch.compiled.get(kernel.__name__) if device.type == "cuda" else None
+        if known is not None:
+            compiled, constants = known
+            compiled[(grid, 1, 1)](*given, *constants)
+            return
+        compiled = kernel[(grid,)](*given, **launch.constants, **options)
+        if device.type == "cuda":
+            names = kernel.arg_names[len(given) :]
+            launch.compiled[kernel.__name__] = compiled, tuple(launch.constants[name] for name in names)
+
+
+class Prepared:
+    """Launches that can be started again and again while the memory they were prepared for stays where it is.
+
+    is_reusable: whether it holds addresses only, and keeps no tensor alive (so on a GPU).
+    """
+
+    def __init__(self, run: Callable[[], None], *, is_reusable: bool) -> None:
+        self._run = run
+        self.is_reusable = is_reusable
+
+    def __call__(self) -> None:
+        """Start the launches on the current stream."""
+        self._run()
 
 
 def check_ctas(ctas: int | None) -> None:

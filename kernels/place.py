@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from tide_triton.kernels.launch import Engine, Tuning, check_ctas, interpreted, start, uses_triton
+from tide_triton.kernels.launch import Engine, Prepared, Tuning, check_ctas, interpreted, start, uses_triton
 from tide_triton.kernels.place_kernel import place_kernel
 from tide_triton.kernels.reference import place_reference
 from tide_triton.kernels.tables import Launch, TableCache, block_counts, make_launch, stream_key, tensor_key
@@ -182,6 +182,27 @@ def place(
         launches = tables.get(key, prepare)
     for launch in launches:
         start(place_kernel, launch, ctas)
+
+
+def prepare_place(
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    *,
+    ctas: int | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
+) -> Prepared:
+    """`place` for tensors that stay where they are, to be called any number of times."""
+    device = sources[0].device if sources else torch.device("cpu")
+    if device.type != "cuda":
+        return Prepared(lambda: place(sources, destinations), is_reusable=False)
+    _check(sources, destinations)
+    launches = _prepare(sources, destinations, device, tuning, ctas is not None)
+
+    def run() -> None:
+        for launch in launches:
+            start(place_kernel, launch, ctas)
+
+    return Prepared(run, is_reusable=True)
 
 
 def pack(

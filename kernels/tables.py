@@ -15,8 +15,9 @@ mask (which the compiler vectorises and pipelines) and one with.
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate as running_sums
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ class Launch:
 
     host: the table's pinned host copy (None on CPU). It lives as long as the table, since a CUDA graph that captured
     the upload reads it again at every replay.
+    compiled: the kernel that Triton picked at the first start, by its name, and its arguments in order. Later starts
+    go straight to it: looking it up again would cost more host time than starting it.
     """
 
     table: torch.Tensor
@@ -36,6 +39,7 @@ class Launch:
     edge_blocks: int
     constants: Mapping[str, object]
     num_warps: int
+    compiled: dict[str, tuple[Any, tuple[object, ...]]] = field(default_factory=dict, compare=False)
 
     @property
     def blocks(self) -> int:

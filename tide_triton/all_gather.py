@@ -7,16 +7,16 @@ the transport overlaps, pieces of the group travel while later ones are still ca
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 
-from tide_triton.kernels import TableCache, place
-from tide_triton.layouts import Copy, SlotLayout, gather_copies
-from tide_triton.layouts.pieces import SMALL, gather_pieces
+from tide_triton.kernels import prepare_place
+from tide_triton.kernels.launch import Prepared
+from tide_triton.layouts import Copy, SlotLayout
+from tide_triton.layouts.pieces import gather_pieces
 from tide_triton.layouts.transfers import between, merge
+from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Mark
 from tide_triton.views import DTYPES, region_view
 from tide_triton.windows import Slot, Turn
 
@@ -24,25 +24,21 @@ from tide_triton.windows import Slot, Turn
 class AllGather:
     """The all-gather of one group on rank `rank`: what moves, whatever slot it moves through.
 
-    overlap: whether to go in pieces, for a transport on which casts and puts overlap.
+    smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
     """
 
-    def __init__(self, layout: SlotLayout, rank: int, *, overlap: bool = False) -> None:
+    def __init__(self, layout: SlotLayout, rank: int, *, smallest_piece: int | None = None) -> None:
         self.layout = layout
         self.rank = rank
-        self._pieces = gather_pieces(layout, SMALL if overlap else None)
-        self._tables = TableCache()
+        self._pieces = gather_pieces(layout, smallest_piece)
+        #: What this rank puts to each peer, from its own slot, by piece.
+        self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
+        self._wire_nbytes = sum(copy.nbytes for copies in self.copies for copy in copies)
+        self._casts: Programs[list[Prepared]] = Programs()
 
-    @cached_property
-    def copies(self) -> tuple[tuple[Copy, ...], ...]:
-        """What this rank puts to each peer, from its own slot, by piece."""
-        if len(self._pieces) == 1:
-            return (gather_copies(self.layout, self.rank),)
-        by_piece = []
-        for piece in self._pieces:
-            regions = [self.layout.region(index, self.rank) for index in piece]
-            by_piece.append(merge(copy for region in regions if (copy := between(region, region)) is not None))
-        return tuple(by_piece)
+    def _copies_of(self, piece: Sequence[int]) -> tuple[Copy, ...]:
+        regions = [self.layout.region(index, self.rank) for index in piece]
+        return merge(copy for region in regions if (copy := between(region, region)) is not None)
 
     def start(self, slot: Slot, shards: Sequence[torch.Tensor], what: str, traffic: Traffic) -> "Gathering":
         """Open a turn of `slot`, cast `shards` into it and put them to every peer.
@@ -52,36 +48,44 @@ class AllGather:
         what: the group's name, for errors.
         """
         transport = slot.transport
-        marks: list[Mark | None] = []
+        mark = None
         with transport.lane("gather"):
             turn = slot.open(f"all-gather of {what}")
             with transport.lane("cast"):
-                for piece in self._pieces:
-                    self._cast(slot, shards, piece)
-                    marks.append(transport.mark())
-            for peer in turn.peers:
-                turn.await_credit(peer)
-            for mark, copies in zip(marks, self.copies, strict=True):
+                key = (slot.window, *(shard.data_ptr() for shard in shards), *(shard.dtype for shard in shards))
+                casts = self._casts.get(key, lambda: self._prepare(slot, shards), _are_reusable)
+            memory = slot.window.memory
+            for number, (cast, copies) in enumerate(zip(casts, self.copies, strict=True)):
+                with transport.lane("cast"):
+                    cast()
+                    mark = transport.mark()
+                if number == 0:
+                    for peer in turn.peers:
+                        turn.await_credit(peer)
                 transport.after(mark)
-                moves = [(slot.window.memory, copy) for copy in copies]
+                moves = [(memory, copy) for copy in copies]
                 for peer in turn.peers:
                     turn.put(peer, moves)
-                    traffic.wire_bytes += sum(copy.nbytes for copy in copies)
             for peer in turn.peers:
                 turn.publish(peer)
         # The shards have been read when the caller goes on: an optimizer may change them.
-        transport.after(marks[-1] if marks else None)
+        transport.after(mark)
+        traffic.wire_bytes += self._wire_nbytes * len(turn.peers)
         traffic.zero_copy += 1
         return Gathering(turn)
 
-    def _cast(self, slot: Slot, shards: Sequence[torch.Tensor], piece: Sequence[int]) -> None:
-        sources, places = [], []
-        for index in piece:
-            region = self.layout.region(index, self.rank)
-            dtype = DTYPES[self.layout.places[index].tensor.dtype]
-            sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
-            places.append(region_view(slot.window.memory, region, dtype))
-        place(sources, places, tables=self._tables)
+    def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor]) -> list[Prepared]:
+        """The casts of `shards` into `slot`, by piece."""
+        prepared = []
+        for piece in self._pieces:
+            sources, places = [], []
+            for index in piece:
+                region = self.layout.region(index, self.rank)
+                dtype = DTYPES[self.layout.places[index].tensor.dtype]
+                sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
+                places.append(region_view(slot.window.memory, region, dtype))
+            prepared.append(prepare_place(sources, places))
+        return prepared
 
     def views(self, slot: Slot) -> list[torch.Tensor]:
         """The group's unsharded tensors as they lie in `slot`."""
@@ -104,3 +108,7 @@ class Gathering:
             self._turn.await_data()
             arrived = transport.mark()
         transport.after(arrived)
+
+
+def _are_reusable(programs: Sequence[Prepared]) -> bool:
+    return all(program.is_reusable for program in programs)

@@ -54,12 +54,13 @@ class Collectives:
         self.rank: int = group.rank()
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
-        self._gather = AllGather(SlotLayout(spec), self.rank)
         self._reducers: dict[torch.dtype, ReduceScatter] = {}
         meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
         meeting.require_equal(spec.digest, parts, "opening Collectives")
-        self._pool = SlotPool(select.make(transport, device, group, meeting, timeout_s)[0])
+        chosen, _ = select.make(transport, device, group, meeting, timeout_s)
+        self._pool = SlotPool(chosen)
+        self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
         try:
             self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
         except BaseException:

@@ -7,14 +7,16 @@ order whatever order they came in, so the result is the same bit for bit on ever
 overlaps, the sum of a piece runs while later pieces travel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tide_triton.kernels import TableCache, accumulate
+from tide_triton.kernels import prepare_accumulate
+from tide_triton.kernels.launch import Prepared
 from tide_triton.layouts import Copy, LandingLayout, scatter_copies, shard
 from tide_triton.layouts.pieces import Range, clip, reduce_pieces
+from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
 from tide_triton.views import DTYPES, region_view
 from tide_triton.windows import PARTS, Slot
@@ -34,6 +36,16 @@ class Reduction:
     divisor: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How some tensors' gradients travel: pieces, and of each piece what goes to each owner."""
+
+    indices: tuple[int, ...]
+    pieces: tuple[tuple[Range, ...], ...]
+    copies: tuple[tuple[tuple[tuple[int, Copy], ...], ...], ...]
+    wire_nbytes: int
+
+
 class ReduceScatter:
     """The reduce-scatter of one group on rank `rank`, for gradients of one dtype.
 
@@ -45,10 +57,10 @@ class ReduceScatter:
         self.rank = rank
         self.world_size = landing.spec.world_size
         self._ctas = ctas
-        self._tables = TableCache()
+        self._sums: Programs[list[Prepared]] = Programs()
         self._copies = [scatter_copies(landing, rank, owner) for owner in range(self.world_size)]
         self._shards = [shard(tensor, self.world_size, rank) for tensor in landing.tensors]
-        self._pieces: dict[tuple[tuple[int, ...], int | None], tuple[tuple[Range, ...], ...]] = {}
+        self._cuts: dict[tuple[tuple[int, ...], int | None], _Cut] = {}
 
     def __call__(
         self,
@@ -68,55 +80,84 @@ class ReduceScatter:
         what: the group's name, for errors.
         """
         transport = slot.transport
-        pieces = self._pieces_of(tuple(index for index, _ in gradients), transport.piece_nbytes)
+        cut = self._cut(tuple(index for index, _ in gradients), transport.piece_nbytes)
         by_index = dict(gradients)
-        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
         with transport.lane("reduce"):
-            turn = slot.open(f"reduce-scatter of {what}", len(pieces))
+            turn = slot.open(f"reduce-scatter of {what}", len(cut.pieces))
             for peer in turn.peers:
                 turn.await_credit(peer)
-            for part, piece in enumerate(pieces, start=1):
+            for part in range(len(cut.pieces)):
                 for peer in turn.peers:
-                    moves = [
-                        (by_index[span.index], copy) for span in piece if (copy := self._copy(peer, span)) is not None
-                    ]
-                    turn.put(peer, moves)
-                    turn.publish(peer, part)
-                    traffic.wire_bytes += sum(copy.nbytes for _, copy in moves)
+                    turn.put(peer, [(by_index[index], copy) for index, copy in cut.copies[part][peer]])
+                    turn.publish(peer, part + 1)
             sent = transport.mark()
         with transport.lane("sum"):
-            for part, piece in enumerate(pieces, start=1):
+            addresses = (tensor.data_ptr() for tensor in (*by_index.values(), *outputs))
+            key = (slot.window, cut.indices, outputs[0].dtype, reduction, *addresses)
+            sums = self._sums.get(key, lambda: self._prepare(slot, cut, by_index, outputs, reduction), _are_reusable)
+            for part, add_up in enumerate(sums, start=1):
                 turn.await_part(part)
-                accumulate(
-                    [self._contributions(slot, span, by_index[span.index]) for span in piece],
-                    [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
-                    wire_dtype=reduction.wire_dtype,
-                    premultiply=reduction.premultiply,
-                    divisor=reduction.divisor,
-                    tables=self._tables,
-                    ctas=self._ctas,
-                )
+                add_up()
             turn.is_complete = True
             slot.vacate()
             summed = transport.mark()
         # Gradients may be freed, and outputs used, once the caller is past both.
         transport.after(sent)
         transport.after(summed)
+        traffic.wire_bytes += cut.wire_nbytes
         traffic.zero_copy += 1
 
-    def _pieces_of(self, indices: tuple[int, ...], nbytes: int | None) -> tuple[tuple[Range, ...], ...]:
-        key = (indices, nbytes)
-        if key not in self._pieces:
-            pieces = reduce_pieces(self.landing, indices, nbytes)
-            while len(pieces) >= PARTS and nbytes is not None:
-                nbytes *= 2
-                pieces = reduce_pieces(self.landing, indices, nbytes)
-            self._pieces[key] = pieces
-        return self._pieces[key]
+    def _cut(self, indices: tuple[int, ...], smallest: int | None) -> "_Cut":
+        """How the gradients of tensors `indices` travel."""
+        key = (indices, smallest)
+        if key not in self._cuts:
+            pieces = reduce_pieces(self.landing, indices, smallest, PARTS - 1)
+            copies = tuple(
+                tuple(
+                    tuple((span.index, copy) for span in piece if (copy := self._copy(owner, span)) is not None)
+                    for owner in range(self.world_size)
+                )
+                for piece in pieces
+            )
+            self._cuts[key] = _Cut(
+                indices,
+                pieces,
+                copies,
+                sum(
+                    copy.nbytes
+                    for by_owner in copies
+                    for owner, moves in enumerate(by_owner)
+                    if owner != self.rank
+                    for _, copy in moves
+                ),
+            )
+        return self._cuts[key]
 
     def _copy(self, owner: int, span: Range) -> Copy | None:
         """What of `span` this rank puts to its owner."""
         return clip(self._copies[owner][span.index], span, self.landing.tensors[span.index].itemsize)
+
+    def _prepare(
+        self,
+        slot: Slot,
+        cut: "_Cut",
+        gradients: Mapping[int, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+    ) -> list[Prepared]:
+        """The sums, by piece."""
+        into = dict(zip(gradients, outputs, strict=True))
+        return [
+            prepare_accumulate(
+                [self._contributions(slot, span, gradients[span.index]) for span in piece],
+                [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
+                wire_dtype=reduction.wire_dtype,
+                premultiply=reduction.premultiply,
+                divisor=reduction.divisor,
+                ctas=self._ctas,
+            )
+            for piece in cut.pieces
+        ]
 
     def _stop(self, span: Range, output: torch.Tensor) -> int:
         """The last span of a tensor takes its output's padding along."""
@@ -135,3 +176,7 @@ class ReduceScatter:
         if span.start == 0 and span.stop >= self._shards[span.index].numel:
             return views
         return [view[span.start : span.stop] for view in views]
+
+
+def _are_reusable(programs: Sequence[Prepared]) -> bool:
+    return all(program.is_reusable for program in programs)

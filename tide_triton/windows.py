@@ -25,7 +25,7 @@ from tide_triton.transports import READY, WRITTEN, Mark, Transport, Window
 PARTS = 1 << 12
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One window of a transport, and how far its turns have come.
 

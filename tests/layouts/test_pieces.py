@@ -1,75 +1,84 @@
-"""Pieces of a group: together they are the whole group, and each is as small as it was asked to be."""
+"""Pieces of a group: together they are the whole group, and they grow away from where the link must not wait."""
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layouts.strategies import comparing, group_specs, mapping, moving
 from tide_triton.layouts import Copy, GroupSpec, LandingLayout, SlotLayout, TensorSpec, scatter_copies, shard
-from tide_triton.layouts.pieces import Range, clip, gather_pieces, reduce_pieces
+from tide_triton.layouts.pieces import GATHER_GROWTH, REDUCE_GROWTH, Range, clip, gather_pieces, reduce_pieces
 
 budgets = st.none() | st.integers(1, 600)
 
 
-@given(group_specs(max_tensors=5), st.none() | st.integers(0, 300))
+@given(group_specs(max_tensors=5), budgets)
 @comparing
-def test_a_gathers_pieces_hold_every_tensor_once_small_ones_first_and_together(
-    spec: GroupSpec, small: int | None
-) -> None:
+def test_a_gathers_pieces_hold_every_tensor_once_the_smallest_first(spec: GroupSpec, smallest: int | None) -> None:
     def size(index: int) -> int:
         return shard(spec.tensors[index], spec.world_size, 0).padded_nbytes
 
-    pieces = gather_pieces(SlotLayout(spec), small)
-    every = range(len(spec.tensors))
-    assert sorted(index for piece in pieces for index in piece) == list(every)
+    pieces = gather_pieces(SlotLayout(spec), smallest)
+    order = [index for piece in pieces for index in piece]
+    assert sorted(order) == list(range(len(spec.tensors)))
     assert all(pieces)
-    together = tuple(index for index in every if small is None or size(index) < small)
-    if together:
-        assert pieces[0] == together
-    alone = pieces[1:] if together else pieces
-    assert all(len(piece) == 1 for piece in alone)
-    assert all(size(one) <= size(following) for (one,), (following,) in pairwise(alone))
+    if smallest is None:
+        assert len(pieces) == (1 if order else 0)
+        return
+    assert all(size(one) <= size(following) for one, following in pairwise(order))
+    sizes = [sum(map(size, piece)) for piece in pieces]
+    assert all(following >= GATHER_GROWTH * one for one, following in pairwise(sizes[:-1]))
+    assert len(pieces) <= 1 or sizes[0] >= smallest
 
 
-@given(group_specs(), budgets, st.data())
+@given(group_specs(), budgets, st.integers(1, 40), st.data())
 @comparing
 def test_a_reductions_pieces_cover_each_shard_once_and_in_order(
-    spec: GroupSpec, nbytes: int | None, data: st.DataObject
+    spec: GroupSpec, smallest: int | None, most: int, data: st.DataObject
 ) -> None:
     landing = LandingLayout(spec)
     indices = data.draw(st.permutations(range(len(spec.tensors))))
-    pieces = reduce_pieces(landing, indices, nbytes)
+    pieces = reduce_pieces(landing, indices, smallest, most, cut=1)
     parts = [part for piece in pieces for part in piece]
     covered = [(part.index, element) for part in parts for element in range(part.start, part.stop)]
     padded = {index: shard(landing.tensors[index], spec.world_size, 0).padded_numel for index in indices}
     assert covered == [(index, element) for index in indices for element in range(padded[index])]
     assert {part.index for part in parts} == set(indices)
     assert all(pieces)
-    if nbytes is None:
+    assert len(pieces) <= most
+    if smallest is None:
         assert len(pieces) == (1 if indices else 0)
 
 
-@given(group_specs(), st.integers(1, 600))
+@given(st.integers(1, 16), st.integers(20, 4000), st.integers(1, 200))
 @comparing
-def test_a_piece_keeps_to_its_bytes_unless_one_part_cannot_be_cut(spec: GroupSpec, nbytes: int) -> None:
-    landing = LandingLayout(spec)
-    for piece in reduce_pieces(landing, range(len(spec.tensors)), nbytes):
-        sizes = [(part.stop - part.start) * landing.tensors[part.index].itemsize for part in piece]
-        if sum(sizes) > nbytes:
-            [part] = [part for part, size in zip(piece, sizes, strict=True) if size]
-            tensor = landing.tensors[part.index]
-            assert tensor.outer > 1 or part.stop - part.start == 1
+def test_a_reductions_pieces_shrink_towards_the_last_which_is_as_small_as_was_asked(
+    world: int, rows: int, smallest: int
+) -> None:
+    landing = LandingLayout(GroupSpec(world, (TensorSpec("w", (rows, 3), "bfloat16"),)))
+    pieces = reduce_pieces(landing, [0], smallest, cut=1)
+    sizes = [sum(part.stop - part.start for part in piece) * 2 for piece in pieces]
+    # Whole elements of two bytes are cut, so a piece may be off by one on either side.
+    assert sizes[-1] <= smallest * REDUCE_GROWTH + 4
+    # The first takes what is left, which may be less than a full step.
+    assert all(one + 4 >= following for one, following in pairwise(sizes[1:]))
+    assert all(one <= REDUCE_GROWTH * following + 8 for one, following in pairwise(sizes[1:]))
+
+
+def test_parts_start_at_multiples_of_the_cut() -> None:
+    landing = LandingLayout(GroupSpec(2, (TensorSpec("w", (100_001, 7), "bfloat16"),)))
+    pieces = reduce_pieces(landing, [0], 1000)
+    assert len(pieces) > 3
+    assert all(part.start % 1024 == 0 for piece in pieces for part in piece)
 
 
 @given(group_specs(), budgets)
 @moving
 def test_copies_clipped_to_the_pieces_move_each_byte_of_the_whole_copies_once(
-    spec: GroupSpec, nbytes: int | None
+    spec: GroupSpec, smallest: int | None
 ) -> None:
     landing = LandingLayout(spec)
-    parts = [part for piece in reduce_pieces(landing, range(len(spec.tensors)), nbytes) for part in piece]
+    parts = [part for piece in reduce_pieces(landing, range(len(spec.tensors)), smallest, cut=1) for part in piece]
     for owner in range(spec.world_size):
         copies = scatter_copies(landing, spec.world_size - 1, owner)
         for index, copy in enumerate(copies):
@@ -88,16 +97,6 @@ def test_a_part_that_ends_in_padding_is_cut_to_the_bytes_there_are() -> None:
     assert clip(Copy(10, 100, 1, 6, 6, 6), Range(0, 2, 4), 2) == Copy(14, 104, 1, 2, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "parts"), [(None, [(0, 12)]), (8, [(0, 4), (4, 8), (8, 12)]), (10, [(0, 5), (5, 10), (10, 12)])]
-)
-def test_a_contiguous_shard_is_cut_into_parts_of_the_bytes_asked_for(
-    nbytes: int | None, parts: list[tuple[int, int]]
-) -> None:
-    landing = LandingLayout(GroupSpec(2, (TensorSpec("w", (8, 3), "bfloat16"),)))
-    assert [(p.start, p.stop) for piece in reduce_pieces(landing, [0], nbytes) for p in piece] == parts
-
-
 def test_a_strided_shard_is_never_cut() -> None:
     landing = LandingLayout(GroupSpec(2, (TensorSpec("w", (8, 6), "bfloat16", shard_dim=1),)))
-    assert reduce_pieces(landing, [0], 8) == ((Range(0, 0, 24),),)
+    assert reduce_pieces(landing, [0], 8, cut=1) == ((Range(0, 0, 24),),)

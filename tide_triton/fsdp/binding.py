@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tide_triton.fsdp.domain import Domain
 
 
+#: CTAs of a sum at most, on a GPU: enough to keep ahead of the link, few enough to leave the SMs to compute.
+SUM_CTAS = 32
+
+
 class GroupBinding:
     """A parameter group, the domain whose slots it uses, and what it has moved."""
 
@@ -57,7 +61,8 @@ class GroupBinding:
 
     def plan(self) -> None:
         """Lay the group out from the shapes and dtypes its parameters have now."""
-        world = self.domain.transport.world_size
+        transport = self.domain.transport
+        world = transport.world_size
         spec = GroupSpec(
             world,
             tuple(
@@ -66,7 +71,7 @@ class GroupBinding:
             ),
         )
         self.layout = SlotLayout(spec)
-        self._gatherer = AllGather(self.layout, self.domain.transport.rank)
+        self._gatherer = AllGather(self.layout, transport.rank, smallest_piece=transport.piece_nbytes)
         self._reducers.clear()
 
     def dtypes_changed(self) -> None:
@@ -216,14 +221,17 @@ class GroupBinding:
             return f"no kernel reduces in {wire_dtype}"
         return None
 
-    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: Any) -> None:
-        """Reduce the collected gradients into FSDP2's flat, padded output."""
+    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: Any) -> list[torch.Tensor]:
+        """Reduce the collected gradients into FSDP2's flat, padded output.
+
+        Returns what is read meanwhile, which must live until the caller's stream has passed the reduction.
+        """
         tickets = list(self.gradients)
         dtype = tickets[0].gradient.dtype
         reducer = self._reducers.get(dtype)
         if reducer is None:
             landing = LandingLayout(self.layout.spec, dtype_name(dtype))
-            reducer = self._reducers[dtype] = ReduceScatter(landing, self.domain.transport.rank)
+            reducer = self._reducers[dtype] = ReduceScatter(landing, self.domain.transport.rank, ctas=SUM_CTAS)
         gradients, outputs, at = [], [], 0
         for ticket in tickets:
             gradient = ticket.gradient
@@ -236,6 +244,7 @@ class GroupBinding:
             at += padded
         reduction = reduction_of(op, self.domain.transport.world_size, wire_dtype, self._predivision)
         reducer(self._landing_slot(reducer.landing), gradients, outputs, reduction, f"'{self.name}'", self.reduce)
+        return [gradient for _, gradient in gradients]
 
     def _landing_slot(self, landing: LandingLayout) -> Slot:
         """The own slot where it is vacant and large enough (Slot-Reuse), else one kept for landings."""

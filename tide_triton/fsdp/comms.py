@@ -72,7 +72,8 @@ class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
     ) -> dist.Work | None:
         binding = self.binding
         if isinstance(input_tensor, ReduceTicket):
-            binding.reduce_gradients(output_tensor, input_tensor.dtype, op)
+            # FSDP2 keeps its input until the compute stream is past the reduction: so long the gradients must live.
+            input_tensor.keep = binding.reduce_gradients(output_tensor, input_tensor.dtype, op)
             return None
         binding.fall_back(
             binding.reduce,

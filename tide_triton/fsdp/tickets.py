@@ -91,14 +91,18 @@ class Predivision(Protocol):
 
 
 class ReduceTicket(_Ticket):
-    """The flat input of a reduce-scatter that reads gradients where they are."""
+    """The flat input of a reduce-scatter that reads gradients where they are.
+
+    keep: the gradients that are being read, alive as long as the ticket.
+    """
 
     to_whom: Predivision
+    keep: Sequence[torch.Tensor]
 
     @staticmethod
     def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, to: Predivision) -> "ReduceTicket":
         ticket: ReduceTicket = _Ticket.make(cls, size, dtype, device)
-        ticket.to_whom = to
+        ticket.to_whom, ticket.keep = to, ()
         return ticket
 
     @classmethod

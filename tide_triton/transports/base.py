@@ -95,7 +95,7 @@ class Transport(Protocol):
 
     @property
     def piece_nbytes(self) -> int | None:
-        """Bytes of the pieces in which collectives should go, None for all at once."""
+        """Bytes of the smallest piece in which collectives should go, None for all at once."""
         ...
 
     def lane(self, name: Lane) -> AbstractContextManager[None]:

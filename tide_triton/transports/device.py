@@ -98,7 +98,7 @@ class DeviceTransport(abc.ABC):
     """
 
     name: str
-    piece_nbytes: int | None = 32 << 20
+    piece_nbytes: int | None = 8 << 20
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, device: torch.device) -> None:
         self.device = device

@@ -110,6 +110,7 @@ class AccumulateVariant:
             "ADD": self.add,
             "STATISTICS": self.statistics,
             "W": len(self.contributions),
+            "RANKS": triton.next_power_of_2(len(self.contributions)),
             "BLOCK": tuning.block,
             "VECTOR": self.vector,
             "STRIDED": self.strided,
@@ -248,7 +249,7 @@ def accumulate(
     """
     check_ctas(ctas)
     device = outputs[0].device if outputs else torch.device("cpu")
-    if not uses_triton(engine, device, accumulate_kernel):
+    if not outputs or not uses_triton(engine, device, accumulate_kernel):
         _check(contributions, outputs, wire_dtype)
         return accumulate_reference(
             contributions,

@@ -25,31 +25,48 @@ HEADER, ROW = tl.constexpr(2), tl.constexpr(4)
 
 
 @triton.jit
+def _pick(values, index: tl.constexpr, RANKS: tl.constexpr):
+    """Element `index` of `values` [RANKS]: registers only, so that a loop's loads do not wait for another load."""
+    return tl.sum(tl.where(tl.arange(0, RANKS) == index, values, 0), axis=0)
+
+
+@triton.jit
+def _load_row(table, row, W: tl.constexpr, RANKS: tl.constexpr):
+    """A tensor's output address, elements, elements to write, row length, addresses [RANKS] and pitches [RANKS]."""
+    rank = tl.arange(0, RANKS)
+    places = table + row + ROW + 2 * rank
+    addresses = tl.load(places, mask=rank < W, other=0)
+    pitches = tl.load(places + 1, mask=rank < W, other=0)
+    at = table + row
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), addresses, pitches
+
+
+@triton.jit
 def _accumulate_block(
-    table, row, block, partial, partial_stride, DTYPES: tl.constexpr, OUTPUT: tl.constexpr, WIRE: tl.constexpr,
-    WIDE: tl.constexpr, PREMULTIPLY: tl.constexpr, DIVIDE: tl.constexpr, ADD: tl.constexpr, STATISTICS: tl.constexpr,
-    W: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, INDEX: tl.constexpr, INTERPRET: tl.constexpr, MASKED: tl.constexpr,
+    output_address, numel, writes, length, addresses, pitches, block, premultiply, divisor, partial, partial_stride,
+    DTYPES: tl.constexpr, OUTPUT: tl.constexpr, WIRE: tl.constexpr, WIDE: tl.constexpr, PREMULTIPLY: tl.constexpr,
+    DIVIDE: tl.constexpr, ADD: tl.constexpr, STATISTICS: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    INDEX: tl.constexpr, INTERPRET: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sum block `block` (int64, within its tensor) of the tensor whose table row starts at `row`."""
+    """Sum block `block` (int64, within its tensor) of the tensor whose table row `_load_row` gave."""
     begin = block * BLOCK
     rows = 0
     cols = 0
     live = None
     if STRIDED:
-        rows, cols = tile_rows(begin, tl.load(table + row + 3), BLOCK, VECTOR, INDEX)
+        rows, cols = tile_rows(begin, length, BLOCK, VECTOR, INDEX)
     if MASKED:
-        live = tile(BLOCK, VECTOR) < tile_limit(tl.load(table + row + 1), begin, BLOCK, EVEN)
+        live = tile(BLOCK, VECTOR) < tile_limit(numel, begin, BLOCK, EVEN)
 
     for r in tl.static_range(W):
-        contribution = table + row + ROW + 2 * r
         x = load_float(
-            tl.load(contribution), begin, rows, cols, tl.load(contribution + 1), live, (DTYPES >> (2 * r)) & 3, WIRE,
-            BLOCK, VECTOR, STRIDED, ALIGNED, INTERPRET, MASKED,
+            _pick(addresses, r, RANKS), begin, rows, cols, _pick(pitches, r, RANKS), live, (DTYPES >> (2 * r)) & 3,
+            WIRE, BLOCK, VECTOR, STRIDED, ALIGNED, INTERPRET, MASKED,
         )  # fmt: skip
         x = widen(x, WIDE, INTERPRET)
         if PREMULTIPLY:
-            x = x * tl.load(table).to(tl.float64, bitcast=True).to(WIDE)
+            x = x * premultiply
             if WIRE is not None:
                 x = widen(narrow(x, WIRE, INTERPRET), WIDE, INTERPRET)
         # Starting from x_0, not from 0: 0.0 + -0.0 would be 0.0.
@@ -58,7 +75,6 @@ def _accumulate_block(
         else:
             total = total + x
     if DIVIDE:
-        divisor = tl.load(table + 1).to(tl.float64, bitcast=True).to(WIDE)
         # On fp32, `/` is an approximation. On fp64 it is correctly rounded, and div_rn does not exist.
         if WIDE == tl.float64:
             total = total / divisor
@@ -66,9 +82,7 @@ def _accumulate_block(
             total = tl.div_rn(total, tl.zeros_like(total) + divisor)
 
     value = narrow(total, OUTPUT, INTERPRET)
-    output = tile_pointers(
-        tl.load(table + row), begin, 0, 0, 0, OUTPUT, BLOCK, VECTOR, False, ALIGNED
-    )  # fmt: skip
+    output = tile_pointers(output_address, begin, 0, 0, 0, OUTPUT, BLOCK, VECTOR, False, ALIGNED)
     if ADD:
         SUM: tl.constexpr = tl.float64 if OUTPUT == tl.float64 else tl.float32
         existing = tl.load(output, mask=live)
@@ -77,7 +91,7 @@ def _accumulate_block(
         written = live
         if not ADD:
             value = tl.where(live, value, 0.0)
-            written = tile(BLOCK, VECTOR) < tile_limit(tl.load(table + row + 2), begin, BLOCK, EVEN)
+            written = tile(BLOCK, VECTOR) < tile_limit(writes, begin, BLOCK, EVEN)
         tl.store(output, value, mask=written)
     else:
         tl.store(output, value)
@@ -97,12 +111,14 @@ def _accumulate_block(
 def accumulate_kernel(
     table, partials, tensors, full_blocks, edge_blocks, TENSORS: tl.constexpr, DTYPES: tl.constexpr,
     OUTPUT: tl.constexpr, WIRE: tl.constexpr, WIDE: tl.constexpr, PREMULTIPLY: tl.constexpr, DIVIDE: tl.constexpr,
-    ADD: tl.constexpr, STATISTICS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-    STRIDED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, INDEX: tl.constexpr, INTERPRET: tl.constexpr,
-    STAGES: tl.constexpr,
+    ADD: tl.constexpr, STATISTICS: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, INDEX: tl.constexpr,
+    INTERPRET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum every tensor of `table` (`HEADER`, then rows of `ROW` + 2 W), dealing blocks out to the programs in turn.
 
+    STAGES > 1: few programs take many blocks each. They then go tensor by tensor, so that addresses are loaded outside
+    of the loop whose loads are pipelined.
     partials: with STATISTICS, [2, blocks]: each block's sum of squares and count of non-finite values, so that what
     they add up to does not depend on which program took which block.
     """
@@ -111,25 +127,48 @@ def accumulate_kernel(
     starts = table + HEADER
     first_row = HEADER + tensors.to(tl.int64) * 2
     partial_stride = full_blocks + edge_blocks
+    premultiply = tl.load(table).to(tl.float64, bitcast=True).to(WIDE)
+    divisor = tl.load(table + 1).to(tl.float64, bitcast=True).to(WIDE)
 
-    first_full = load_starts(starts, tensors, TENSORS)
-    for block in tl.range(program, full_blocks, programs, num_stages=STAGES):
-        tensor = find_tensor(first_full, block)
-        within = block - tl.load(starts + tensor)
-        _accumulate_block(
-            table, first_row + tensor * (ROW + 2 * W), within, partials + block, partial_stride, DTYPES, OUTPUT, WIRE,
-            WIDE, PREMULTIPLY, DIVIDE, ADD, STATISTICS, W, BLOCK, VECTOR, STRIDED, ALIGNED, EVEN, INDEX, INTERPRET,
-            False,
-        )  # fmt: skip
+    if STAGES > 1:
+        for tensor in range(tensors):
+            start = tl.load(starts + tensor)
+            after = tl.load(starts + tensor + 1, mask=tensor + 1 < tensors, other=full_blocks)
+            output, numel, writes, length, addresses, pitches = _load_row(
+                table, first_row + tensor * (ROW + 2 * W), W, RANKS
+            )
+            # Deal on where the tensor before ended: programs' shares differ by one block at most.
+            turn = (program + programs - start % programs) % programs
+            for block in tl.range(turn, after - start, programs, num_stages=STAGES):
+                _accumulate_block(
+                    output, numel, writes, length, addresses, pitches, block, premultiply, divisor,
+                    partials + start + block, partial_stride, DTYPES, OUTPUT, WIRE, WIDE, PREMULTIPLY, DIVIDE, ADD,
+                    STATISTICS, W, RANKS, BLOCK, VECTOR, STRIDED, ALIGNED, EVEN, INDEX, INTERPRET, False,
+                )  # fmt: skip
+    else:
+        first_full = load_starts(starts, tensors, TENSORS)
+        for block in tl.range(program, full_blocks, programs, num_stages=1):
+            tensor = find_tensor(first_full, block)
+            output, numel, writes, length, addresses, pitches = _load_row(
+                table, first_row + tensor * (ROW + 2 * W), W, RANKS
+            )
+            _accumulate_block(
+                output, numel, writes, length, addresses, pitches, block - tl.load(starts + tensor), premultiply,
+                divisor, partials + block, partial_stride, DTYPES, OUTPUT, WIRE, WIDE, PREMULTIPLY, DIVIDE, ADD,
+                STATISTICS, W, RANKS, BLOCK, VECTOR, STRIDED, ALIGNED, EVEN, INDEX, INTERPRET, False,
+            )  # fmt: skip
 
     # Edge blocks go on where the full ones ended, so that no program gets two blocks more than another.
     first_edge = load_starts(starts + tensors, tensors, TENSORS)
     turn = (program + programs - full_blocks % programs) % programs
     for block in tl.range(turn, edge_blocks, programs, num_stages=1):
         tensor = find_tensor(first_edge, block)
-        row = first_row + tensor * (ROW + 2 * W)
-        within = block - tl.load(starts + tensors + tensor) + tl.load(table + row + 1) // BLOCK
+        output, numel, writes, length, addresses, pitches = _load_row(
+            table, first_row + tensor * (ROW + 2 * W), W, RANKS
+        )
+        within = block - tl.load(starts + tensors + tensor) + numel // BLOCK
         _accumulate_block(
-            table, row, within, partials + full_blocks + block, partial_stride, DTYPES, OUTPUT, WIRE, WIDE, PREMULTIPLY,
-            DIVIDE, ADD, STATISTICS, W, BLOCK, VECTOR, STRIDED, ALIGNED, EVEN, INDEX, INTERPRET, True,
+            output, numel, writes, length, addresses, pitches, within, premultiply, divisor,
+            partials + full_blocks + block, partial_stride, DTYPES, OUTPUT, WIRE, WIDE, PREMULTIPLY, DIVIDE, ADD,
+            STATISTICS, W, RANKS, BLOCK, VECTOR, STRIDED, ALIGNED, EVEN, INDEX, INTERPRET, True,
         )  # fmt: skip

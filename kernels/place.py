@@ -165,7 +165,7 @@ def place(
     check_ctas(ctas)
     tensors = (*sources, *destinations)
     device = tensors[0].device if tensors else torch.device("cpu")
-    if not uses_triton(engine, device, place_kernel):
+    if not tensors or not uses_triton(engine, device, place_kernel):
         _check(sources, destinations)
         place_reference(sources, destinations)
         return

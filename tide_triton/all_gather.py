@@ -56,7 +56,8 @@ class AllGather:
                 casts = self._casts.get(key, lambda: self._prepare(slot, shards), _are_reusable)
             memory = slot.window.memory
             for number, (cast, copies) in enumerate(zip(casts, self.copies, strict=True)):
-                with transport.lane("cast"):
+                # Not after the puts before it: casts run ahead of the link.
+                with transport.lane("cast", joined=False):
                     cast()
                     mark = transport.mark()
                 if number == 0:

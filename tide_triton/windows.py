@@ -36,13 +36,20 @@ class Slot:
     window: Window
     label: str
     turn: int = field(default=0, init=False)
+    peers: tuple[int, ...] = field(init=False)
     _vacant: Mark | None = field(default=None, init=False)
     _latest: "Turn | None" = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.peers = flat(self.transport.world_size, self.transport.rank)
+
     def settle(self) -> None:
         """Until nothing of the latest turn is still on its way into this rank's slot."""
-        if self._latest is not None:
-            self._latest.await_data()
+        if self._latest is not None and not self._latest.is_complete:
+            with self.transport.lane("gather"):
+                self._latest.await_data()
+                arrived = self.transport.mark()
+            self.transport.after(arrived)
 
     def vacate(self) -> None:
         """The latest turn's use of this slot ends here, in the order that is current."""
@@ -60,7 +67,7 @@ class Slot:
         self.settle()
         self.transport.after(self._vacant)
         self.turn += 1
-        for peer in flat(self.transport.world_size, self.transport.rank):
+        for peer in self.peers:
             self.transport.signal(self.window, peer, READY, self.turn)
         self._latest = Turn(self, self.turn, what, parts)
         return self._latest
@@ -83,7 +90,7 @@ class Turn:
     @property
     def peers(self) -> tuple[int, ...]:
         """The other ranks, in the order in which this one sends to them."""
-        return flat(self.slot.transport.world_size, self.slot.transport.rank)
+        return self.slot.peers
 
     def await_credit(self, peer: int) -> None:
         """Until `peer`'s slot is vacant."""

@@ -98,8 +98,11 @@ class Transport(Protocol):
         """Bytes of the smallest piece in which collectives should go, None for all at once."""
         ...
 
-    def lane(self, name: Lane) -> AbstractContextManager[None]:
-        """Run what is inside in `name`'s order, after everything the caller has done so far."""
+    def lane(self, name: Lane, *, joined: bool = True) -> AbstractContextManager[None]:
+        """Run what is inside in `name`'s order.
+
+        joined: after everything the caller has done so far too; else only after what the lane itself has done.
+        """
         ...
 
     def mark(self) -> Mark | None:

@@ -29,6 +29,8 @@ from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
 
 _WORD = 1 << 32
+#: Lanes in which kernels run; in the others everything is told its stream.
+_WITH_KERNELS = ("cast", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class DeviceTransport(abc.ABC):
         self._peers = Peers(rendezvous, timeout_s)
         self._watchdog = Watchdog(timeout_s, self._peers.why_aborted, self._give_up)
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._active: torch.cuda.Stream | None = None
         self._windows: list[DeviceWindow] = []
         self._serial = 0
         self._failure: str | None = None
@@ -165,43 +168,53 @@ class DeviceTransport(abc.ABC):
                 raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {own.nbytes} bytes")
             addressed.append((destination, source.data_ptr(), copy))
         if addressed:
-            self._engine.copy(addressed, self._stream())
+            self._engine.copy(addressed, self._current().cuda_stream)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
-        self._engine.write(_own(window).word(peer, self.rank, counter), value % _WORD, self._stream())
+        self._engine.write(_own(window).word(peer, self.rank, counter), value % _WORD, self._current().cuda_stream)
 
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         self._check_usable()
         own = _own(window)
         own.latest = max(own.latest, value)
         self._waiting = (what, peer)
-        self._engine.wait(own.word(self.rank, peer, counter), value % _WORD, self._stream())
+        self._engine.wait(own.word(self.rank, peer, counter), value % _WORD, self._current().cuda_stream)
 
     @contextmanager
-    def lane(self, name: Lane) -> Iterator[None]:
+    def lane(self, name: Lane, *, joined: bool = True) -> Iterator[None]:
         stream = self._streams.get(name)
         if stream is None:
             # Ahead of compute, whose kernels are many and long.
             stream = self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on the "
-                "host. Capture the modules' computation only, or detach() before capturing"
-            )
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            yield
+        outer = self._current()
+        if joined:
+            stream.wait_stream(outer)
+        before, self._active = self._active, stream
+        try:
+            # Asking torch for its current stream, and setting it, takes longer than a copy: only kernels need it.
+            if name in _WITH_KERNELS:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on "
+                        "the host. Capture the modules' computation only, or detach() before capturing"
+                    )
+                with torch.cuda.stream(stream):
+                    yield
+            else:
+                yield
+        finally:
+            self._active = before
 
     def mark(self) -> Mark | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._current())
         self._watchdog.watch(event, *self._waiting)
         return event
 
     def after(self, mark: Mark | None) -> None:
         if mark is not None:
             assert isinstance(mark, torch.cuda.Event)
-            torch.cuda.current_stream(self.device).wait_event(mark)
+            self._current().wait_event(mark)
 
     def abort(self, reason: str) -> None:
         self._peers.abort(reason)
@@ -214,9 +227,12 @@ class DeviceTransport(abc.ABC):
         self._streams.clear()
         self._peers.close()
 
-    def _stream(self) -> int:
-        stream: int = torch.cuda.current_stream(self.device).cuda_stream
-        return stream
+    def _current(self) -> torch.cuda.Stream:
+        """The stream of the lane we are in, or the caller's."""
+        if self._active is not None:
+            return self._active
+        caller: torch.cuda.Stream = torch.cuda.current_stream(self.device)
+        return caller
 
     def _check_usable(self) -> None:
         if self._failure is not None:

@@ -145,7 +145,7 @@ class HostTransport:
         with self._fence:
             pass
 
-    def lane(self, name: Lane) -> AbstractContextManager[None]:
+    def lane(self, name: Lane, *, joined: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
     def mark(self) -> Mark | None:

@@ -1,7 +1,7 @@
 """Small models, of odd sizes on purpose, and how the tests shard them.
 
-Shapes are chosen so that at 2 and at 4 ranks some parameters are cut evenly, some unevenly, and some leave ranks without
-any rows: 17 rows, 11 rows, and whatever a test asks for.
+Shapes are chosen so that at 2 and at 4 ranks some parameters are cut evenly, some unevenly, and some leave ranks
+without any rows: 17 rows, 11 rows, and whatever a test asks for.
 """
 
 from typing import Any

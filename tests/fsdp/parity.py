@@ -1,11 +1,11 @@
 """Train the same model under stock FSDP2, under its rank-ordered reference and under TIDE, and compare every tensor.
 
-A *run* trains some steps and keeps everything a difference could show in: losses, gradients of each step, parameters and
-optimizer state. Adam hides a wrong scale, so tests of scales pass "sgd".
+A *run* trains some steps and keeps everything a difference could show in: losses, gradients of each step, parameters
+and optimizer state. Adam hides a wrong scale, so tests of scales pass "sgd".
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,8 @@ def difference(expected: Trace, got: Trace) -> str:
         if not torch.equal(a, b):
             where = (a != b).flatten().nonzero().flatten()
             at = int(where[0]) if len(where) else -1
-            return f"{name}: {len(where)} of {a.numel()} differ, first at {at}: {a.flatten()[at]} against {b.flatten()[at]}"
+            values = f"{a.flatten()[at]} against {b.flatten()[at]}"
+            return f"{name}: {len(where)} of {a.numel()} differ, first at {at}: {values}"
     return ""
 
 
@@ -136,7 +137,8 @@ def distance(expected: Trace, got: Trace) -> float:
     Later steps are left out, because Adam makes any difference in a gradient near zero a difference of a whole step.
     """
     worst = 0.0
-    for (name, a), (_, b) in zip(expected, got, strict=True):
+    # The shorter run ends with optimizer state where the longer one goes on.
+    for (name, a), (_, b) in zip(expected, got, strict=False):
         if name.startswith("step 0: grad") and a.numel() and a.dtype.is_floating_point:
             scale = max(float(a.abs().max()), 1e-30)
             worst = max(worst, float((a.double() - b.double()).abs().max()) / scale)
@@ -201,18 +203,20 @@ def compare(
     loop: Loop,
     *,
     after: Callable[[nn.Module], Any] | None = None,
-    reference: bool = True,
+    reference: bool = False,
     **attach: Any,
 ) -> Outcome:
-    """Train what `build` gives under all three, and report on TIDE's run.
+    """Train what `build` gives under stock and under TIDE, and report on TIDE's run.
 
     after: called with each model once its comms are set, before training (to_empty, load, setters).
-    reference: whether to run the rank-ordered reference too.
+    reference: compare with the rank-ordered reference, and with stock only the first step's gradients.
     """
     torch._dynamo.reset()
     traces: dict[str, Trace] = {}
     outcome = Outcome()
     for mode in ("stock", "reference", "tide") if reference else ("stock", "tide"):
+        # With a reference, stock is only looked at after one step.
+        looped = replace(loop, steps=1) if mode == "stock" and reference else loop
         model = build()
         if mode == "reference":
             reduce_in_rank_order(model)
@@ -220,15 +224,16 @@ def compare(
             tide_triton.attach(model, **{"timeout_s": TIMEOUT_S, **attach})
         if after is not None:
             after(model)
-        traces[mode] = train(model, rank, loop)
+        traces[mode] = train(model, rank, looped)
         if mode == "tide":
             report = tide_triton.report(model, quiet=True)
             outcome.rows, outcome.grown = rows_of(report), report.slots_grown
             tide_triton.detach(model)
-    outcome.from_stock = difference(traces["stock"], traces["tide"])
     outcome.distance = distance(traces["stock"], traces["tide"])
     if reference:
         outcome.from_reference = difference(traces["reference"], traces["tide"])
+    else:
+        outcome.from_stock = difference(traces["stock"], traces["tide"])
     outcome.losses = losses(traces["tide"])
     return outcome
 
@@ -237,7 +242,10 @@ def compare(
 
 
 def assert_zero_copy(outcomes: list[Outcome], *, except_for: dict[str, str] | None = None) -> None:
-    """Every group of every rank was zero-copy without a layout copy, but for those named, whose reason must hold the text."""
+    """Every group of every rank was zero-copy, without a layout copy.
+
+    except_for: groups that were not, and a part of the reason that the report must give for each.
+    """
     expected = except_for or {}
     for rank, outcome in enumerate(outcomes):
         assert outcome.rows, "no groups in the report"

@@ -1,15 +1,17 @@
 """attach, detach and report: TIDE's collectives under a model that FSDP2 has sharded."""
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 
-from tide_triton.errors import AttachError, UnsupportedError
+from tide_triton.errors import AttachError, PeerError, TideError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.comms import TideAllGather, TideReduceScatter
@@ -71,7 +73,7 @@ def attach(
     small; it says how many are needed), MismatchError (ranks disagree on shapes or options), SharedMemoryError (no room
     for the windows), WaitTimeoutError (a rank did not come).
     """
-    sites = _check_attachable(model)
+    sites = _sites_of(model)
     by_group: dict[dist.ProcessGroup, list[GroupSite]] = {}
     stock: list[_StockGroup] = []
     for site in sites:
@@ -83,28 +85,35 @@ def attach(
         else:
             stock.append(_StockGroup(site, reason))
 
+    # A problem that only one rank has must not leave the others waiting for it, so every rank comes to the meetings,
+    # whatever it has found so far.
+    problem: Exception | None = None
     try:
+        _check_free(sites)
         _check_options(sites, stock, transport=transport, slots=slots, strict=strict, timeout_s=timeout_s)
-        problem: Exception | None = None
     except ValueError as error:
         problem = error
-    # A problem that only one rank has must not leave the others waiting for it.
-    meetings = {pg: Rendezvous(pg, _usable_timeout(timeout_s)) for pg in by_group}
-    for meeting in meetings.values():
-        _agree_that_all_is_well(meeting, problem)
-    if problem is not None:
-        raise problem
+    meetings = {pg: Rendezvous(pg, _usable_timeout(timeout_s)) for pg in internals.process_groups(sites)}
+    _agree_that_all_is_well(meetings.values(), problem, "attach: checking options")
 
     prefetch = internals.prefetch_depth(model)
     domains: list[Domain] = []
     try:
         for process_group, members in by_group.items():
             meeting = meetings[process_group]
-            _agree_on_specs(meeting, members, slots=slots, strict=strict, timeout_s=timeout_s, prefetch=prefetch)
-            made = select.make(transport, members[0].group.device, meeting, timeout_s)
-            domain = Domain(process_group, made, members, strict=strict)
-            domains.append(domain)
-            domain.allocate(prefetch, slots)
+            try:
+                _agree_on_specs(meeting, members, slots=slots, strict=strict, timeout_s=timeout_s, prefetch=prefetch)
+                made, why = select.make(transport, members[0].group.device, process_group, meeting, timeout_s)
+                domain = Domain(process_group, made, why, members, meeting, strict=strict)
+                domains.append(domain)
+                domain.allocate(prefetch, slots)
+            except PeerError:
+                # Whoever is missing here would be missing below.
+                raise
+            except (TideError, ValueError, OSError) as error:
+                # All ranks of this group are here with it; those of the next one wait for this rank.
+                problem = problem or error
+        _agree_that_all_is_well(meetings.values(), problem, "attach: allocating slots")
     except BaseException:
         for domain in domains:
             domain.close()
@@ -159,6 +168,7 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
     rows |= {id(s.site.group): _stock_row(s) for s in attachment.stock}
     result = Report(
         attachment.domains[0].transport.name if attachment.domains else "none",
+        attachment.domains[0].why_transport if attachment.domains else "no group is sharded over ranks",
         tuple(d.transport.world_size for d in attachment.domains),
         tuple(rows[id(site.group)] for site in attachment.order),
         sum(d.pool.nbytes for d in attachment.domains),
@@ -172,7 +182,7 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
 # --- checks, before anything is changed ---
 
 
-def _check_attachable(model: nn.Module) -> list[GroupSite]:
+def _sites_of(model: nn.Module) -> list[GroupSite]:
     if not isinstance(model, nn.Module):
         raise AttachError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     sites = internals.sites(model)
@@ -181,15 +191,18 @@ def _check_attachable(model: nn.Module) -> list[GroupSite]:
             f"model ({type(model).__name__}) has no FSDP2 parameters: call "
             f"torch.distributed.fsdp.fully_shard on it before tide_triton.attach"
         )
+    return sites
+
+
+def _check_free(sites: Sequence[GroupSite]) -> None:
     for site in sites:
         comms = (site.group._all_gather_comm, site.group._reduce_scatter_comm)
         if isinstance(site.group, SlotParamGroup) or isinstance(comms[0], (TideAllGather, StockAllGather)):
             raise AttachError(
-                f"group '{site.name}' of model ({type(model).__name__}) is attached already; call "
-                f"tide_triton.detach on the module it was attached with first"
+                f"group '{site.name}' is attached already; call tide_triton.detach on the module it was attached with "
+                f"first"
             )
         _require_idle(site.group, site.name, "attach")
-    return sites
 
 
 def _require_idle(group: FSDPParamGroup, name: str, what: str) -> None:
@@ -216,7 +229,7 @@ def _check_options(
             raise AttachError(f"group '{site.name}': {error}") from error
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise AttachError(f"slots must be an integer >= 1, or None to size it from the model; got {slots!r}")
-    if not timeout_s > 0:
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise AttachError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
     refused = [s for s in stock if s.reason not in _NOTHING_TO_DO]
     if strict and refused:
@@ -266,18 +279,25 @@ def _stock_reason(group: FSDPParamGroup) -> str | None:
 # --- agreement between ranks ---
 
 
-def _agree_that_all_is_well(meeting: Rendezvous, problem: Exception | None) -> None:
-    problems = meeting.exchange("" if problem is None else str(problem), "attach: checking options")
+def _agree_that_all_is_well(meetings: Collection[Rendezvous], problem: Exception | None, what: str) -> None:
+    """Raise on every rank where any has a problem; `problem` is this one's."""
+    # A problem in one process group reaches the others through ranks that are in both: hence the second round.
+    for _ in range(min(2, len(meetings))):
+        for meeting in meetings:
+            texts = meeting.exchange("" if problem is None else str(problem) or repr(problem), what)
+            for rank, text in zip(meeting.global_ranks, texts, strict=True):
+                if text and problem is None:
+                    problem = AttachError(f"attach failed on rank {rank}: {text}")
     if problem is not None:
-        return
-    for rank, text in zip(meeting.global_ranks, problems, strict=True):
-        if text:
-            raise AttachError(f"attach failed on rank {rank}: {text}")
+        raise problem
 
 
 def _agree_on_specs(meeting: Rendezvous, members: Sequence[GroupSite], **options: object) -> None:
     parts = [(f"attach({name}=...)", repr(value)) for name, value in options.items()]
     for site in members:
+        # Which slot a group takes follows from it.
+        depth = "stays unsharded" if site.depth is None else f"reshards after use, inside {site.depth} that do"
+        parts.append((f"how group '{site.name}' is sharded", depth))
         for param, name in zip(site.group.fsdp_params, site.param_names, strict=True):
             dtype = dtype_name(internals.slot_dtype(param))
             what = f"shape {tuple(param._orig_size)}, {dtype}, Shard({param.fsdp_placement.dim})"
@@ -320,6 +340,9 @@ def _install(model: nn.Module, attachment: _Attachment) -> None:
                     param._tide_cast, param.param_dtype = param.param_dtype, None
             _set_comms(sites[id(group)], TideAllGather(binding), TideReduceScatter(binding))
     model.__dict__[_KEY] = attachment
+    for domain in attachment.domains:
+        # For a model that is dropped without detach. The pool knows no group, so that it does not keep the model.
+        weakref.finalize(attachment, domain.pool.close).atexit = False
 
 
 def _set_comms(site: GroupSite, gather: object, reduce: object) -> None:
@@ -351,8 +374,8 @@ def _row(binding: GroupBinding) -> GroupReport:
         _path(binding.gather),
         _path(binding.reduce),
         _why(binding.gather, binding.reduce),
-        binding.gather,
-        binding.reduce,
+        copy.deepcopy(binding.gather),
+        copy.deepcopy(binding.reduce),
         binding.slot.label if binding.slot else "-",
         binding.slot.window.nbytes if binding.slot else 0,
     )
@@ -360,7 +383,8 @@ def _row(binding: GroupBinding) -> GroupReport:
 
 def _stock_row(entry: _StockGroup) -> GroupReport:
     path = "local" if entry.reason == _ONE_RANK else "stock"
-    return GroupReport(entry.site.name, path, path, entry.reason, entry.gather, entry.reduce, "-", 0)
+    gather, reduce = copy.deepcopy(entry.gather), copy.deepcopy(entry.reduce)
+    return GroupReport(entry.site.name, path, path, entry.reason, gather, reduce, "-", 0)
 
 
 def _path(traffic: Traffic) -> str:

@@ -91,8 +91,9 @@ class GroupBinding:
         return internals.is_held(self.group)
 
     def rivals(self) -> list["GroupBinding"]:
-        """The groups that hold the slot at this moment."""
-        return [b for b in self.domain.bindings if b is not self and b.slot is self.slot and b.is_held]
+        """The groups that hold the slot at this moment; one whose gather was put off does not yet."""
+        others = (b for b in self.domain.bindings if b is not self and b.slot is self.slot)
+        return [b for b in others if b.is_held and not b._deferred]
 
     def is_movable(self) -> bool:
         """Whether nothing but FSDP2 itself refers to the parameters' storage.
@@ -144,20 +145,33 @@ class GroupBinding:
         crowded = self.depth is not None and internals.stays_unsharded(self.group) and self.domain.shares_slot(self)
         rivals = self.rivals()
         if rivals or crowded:
-            if self.is_movable():
+            # Only this process sees who refers to its memory, and either all ranks move or none does.
+            if self.domain.on_every_rank(self.is_movable(), f"a slot for group '{self.name}'"):
                 self.move_to(self.domain.grow(self))
             elif rivals and may_defer:
                 return False
-            elif rivals:
+            elif not all(rival.can_be_put_off for rival in rivals):
                 raise SlotConflictError(
                     f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} "
                     f"and must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or "
                     f"set reshard_after_forward/backward before the forward pass that needs it"
                 )
+            for rival in rivals:
+                rival.put_off()
+        self._deferred = False
         self.bind()
         assert self.slot is not None
         self.slot.settle()
         return True
+
+    @property
+    def can_be_put_off(self) -> bool:
+        """Whether its gather is under way over the zero-copy path, and nobody reads what it brings yet."""
+        return self._gathering is not None and not self.group.is_unsharded
+
+    def put_off(self) -> None:
+        """Leave the slot to a group that needs it sooner, and gather again once these parameters are waited for."""
+        self._deferred, self._gathering = True, None
 
     # --- the all-gather, in FSDP2's steps ---
 

@@ -11,6 +11,7 @@ from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.internals import GroupSite
 from tide_triton.layouts import GroupUse, assign
 from tide_triton.transports import Transport
+from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.windows import Slot, SlotPool
 
 
@@ -18,10 +19,19 @@ class Domain:
     """Bindings of the groups at `sites`, all sharded over `process_group`, moving through `transport`."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup, transport: Transport, sites: Sequence[GroupSite], *, strict: bool
+        self,
+        process_group: dist.ProcessGroup,
+        transport: Transport,
+        why_transport: str,
+        sites: Sequence[GroupSite],
+        meeting: Rendezvous,
+        *,
+        strict: bool,
     ) -> None:
         self.process_group = process_group
+        self._meeting = meeting
         self.transport = transport
+        self.why_transport = why_transport
         self.pool = SlotPool(transport)
         self.bindings = [GroupBinding(site, self, strict=strict) for site in sites]
         #: Slots in which groups take turns, at each depth of nesting.
@@ -54,6 +64,13 @@ class Domain:
         """A slot for `binding` alone."""
         self.grown += 1
         return self.pool.add(binding.layout.nbytes, binding.layout.spec.digest, f"a slot of group '{binding.name}'")
+
+    def on_every_rank(self, holds: bool, what: str) -> bool:
+        """Whether `holds` is true on every rank: for choices that hang on what each process sees by itself.
+
+        Takes a message to and from every rank, so it is only for what is rare.
+        """
+        return "" not in self._meeting.exchange("yes" if holds else "", what)
 
     def shares_slot(self, binding: GroupBinding) -> bool:
         """Whether another group uses the same slot."""

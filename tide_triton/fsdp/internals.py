@@ -3,7 +3,7 @@
 FSDP2 has public hooks for its collectives but not for its groups, so every private name is read here and nowhere else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,18 @@ def _param_name(names: dict[int, str], param: FSDPParam) -> str:
 def shard_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
     """The process group that the parameters are sharded over, None where they are only replicated."""
     return group.mesh_info.shard_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
+
+
+def process_groups(sites: Iterable[GroupSite]) -> list[dist.ProcessGroup]:
+    """Every process group of more than one rank that the groups at `sites` are sharded or replicated over."""
+    found: dict[dist.ProcessGroup, None] = {}
+    for site in sites:
+        info = site.group.mesh_info
+        for name in ("shard_process_group", "replicate_process_group"):
+            process_group = getattr(info, name, None)
+            if process_group is not None and process_group.size() > 1:
+                found[process_group] = None
+    return list(found)
 
 
 def stays_unsharded(group: FSDPParamGroup) -> bool:

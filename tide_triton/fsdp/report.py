@@ -35,6 +35,7 @@ class Report:
     """
 
     transport: str
+    why_transport: str
     world_sizes: tuple[int, ...]
     groups: tuple[GroupReport, ...]
     window_nbytes: int
@@ -55,7 +56,9 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"tide_triton over transport '{self.transport}'", title_justify="left")
+        table = Table(
+            title=f"tide_triton over transport '{self.transport}' ({self.why_transport})", title_justify="left"
+        )
         for heading in ("group", "gather", "reduce", "slot"):
             table.add_column(heading, overflow="fold")
         for heading in ("gathers", "reduces", "wire MB", "layout copies MB"):

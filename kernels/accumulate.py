@@ -16,6 +16,7 @@ So the result depends on nothing but these values: not on the engine, the number
 contribution lies. `reference.accumulate_reference` gives the same bits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,8 @@ def default_tuning(world_size: int, loaded_bytes: int) -> Tuning:
 class AccumulateVariant:
     """What `accumulate_kernel` is specialised on.
 
-    contributions: each rank's dtype. strided: whether a contribution falls into rows; aligned: whether every access may
+    contributions: each rank's dtype. by_reciprocal: whether the divisor is a power of two, by which dividing is
+    multiplying. strided: whether a contribution falls into rows; aligned: whether every access may
     take 16 bytes; even: whether all tensors hold a multiple of 16 elements; wide: whether rows are too long for 32-bit
     column numbers.
     """
@@ -79,6 +81,7 @@ class AccumulateVariant:
     wire: torch.dtype | None = None
     premultiply: bool = False
     divide: bool = False
+    by_reciprocal: bool = False
     add: bool = False
     statistics: bool = False
     strided: bool = False
@@ -106,7 +109,7 @@ class AccumulateVariant:
             "WIRE": None if self.wire is None else TRITON_DTYPES[self.wire],
             "WIDE": tl.float64 if torch.float64 in added else tl.float32,
             "PREMULTIPLY": self.premultiply,
-            "DIVIDE": self.divide,
+            "DIVIDE": (1 if self.by_reciprocal else 2) if self.divide else 0,
             "ADD": self.add,
             "STATISTICS": self.statistics,
             "W": len(self.contributions),
@@ -168,9 +171,28 @@ def _prepare(
             wide=any(cols + chosen.block >= 2**31 for _, _, cols in tensors),
         )
         constants = variant.constants(chosen, persistent, interpreted(accumulate_kernel))
-        header = [float_bits(factor) for factor in factors]
+        premultiply, divisor = factors
+        header = [float_bits(premultiply), float_bits(1.0 / divisor if variant.by_reciprocal else divisor)]
         launches.append(make_launch(header, rows, counts, outputs[0].device, constants, chosen.warps))
     return tuple(launches)
+
+
+def _variant(
+    wire_dtype: torch.dtype | None, premultiply: float, divisor: float, add: bool, statistics: bool
+) -> AccumulateVariant:
+    """What all launches of a call share; contributions and output are filled in by launch."""
+    # Within 2^+-64, far from where a reciprocal would be subnormal.
+    by_reciprocal = divisor > 0 and math.frexp(divisor)[0] == 0.5 and abs(math.frexp(divisor)[1]) < 64
+    return AccumulateVariant(
+        (),
+        torch.float32,
+        wire_dtype,
+        premultiply != 1.0,
+        divisor != 1.0,
+        by_reciprocal=divisor != 1.0 and by_reciprocal,
+        add=add,
+        statistics=statistics,
+    )
 
 
 def _check(
@@ -263,9 +285,7 @@ def accumulate(
 
     def prepare() -> tuple[Launch, ...]:
         _check(contributions, outputs, wire_dtype)
-        base = AccumulateVariant(
-            (), torch.float32, wire_dtype, premultiply != 1.0, divisor != 1.0, add=add, statistics=statistics
-        )
+        base = _variant(wire_dtype, premultiply, divisor, add, statistics)
         return _prepare(contributions, outputs, base, (premultiply, divisor), tuning, ctas is not None)
 
     if tables is None:
@@ -309,7 +329,7 @@ def prepare_accumulate(
 
         return Prepared(run_on_host, is_reusable=False)
     _check(contributions, outputs, wire_dtype)
-    base = AccumulateVariant((), torch.float32, wire_dtype, premultiply != 1.0, divisor != 1.0, add=add)
+    base = _variant(wire_dtype, premultiply, divisor, add, False)
     launches = _prepare(contributions, outputs, base, (premultiply, divisor), tuning, ctas is not None)
 
     def run() -> None:

@@ -74,7 +74,10 @@ def _accumulate_block(
             total = x
         else:
             total = total + x
-    if DIVIDE:
+    if DIVIDE == 1:
+        # By a power of two: multiplying by its reciprocal is the same, and a fraction of the instructions.
+        total = total * divisor
+    elif DIVIDE == 2:
         # On fp32, `/` is an approximation. On fp64 it is correctly rounded, and div_rn does not exist.
         if WIDE == tl.float64:
             total = total / divisor
@@ -119,6 +122,7 @@ def accumulate_kernel(
 
     STAGES > 1: few programs take many blocks each. They then go tensor by tensor, so that addresses are loaded outside
     of the loop whose loads are pipelined.
+    DIVIDE: 0 for no division, 1 to multiply by the reciprocal that the header then holds, 2 to divide.
     partials: with STATISTICS, [2, blocks]: each block's sum of squares and count of non-finite values, so that what
     they add up to does not depend on which program took which block.
     """

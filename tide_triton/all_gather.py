@@ -17,6 +17,7 @@ from tide_triton.layouts.pieces import gather_pieces
 from tide_triton.layouts.transfers import between, merge
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
+from tide_triton.transports import Put
 from tide_triton.views import DTYPES, region_view
 from tide_triton.windows import Slot, Turn
 
@@ -34,7 +35,10 @@ class AllGather:
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
         self._wire_nbytes = sum(copy.nbytes for copies in self.copies for copy in copies)
+        self._regions = [layout.region(index, rank) for index in range(len(layout.places))]
+        self._dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
         self._casts: Programs[list[Prepared]] = Programs()
+        self._puts: Programs[list[list[Put]]] = Programs()
 
     def _copies_of(self, piece: Sequence[int]) -> tuple[Copy, ...]:
         regions = [self.layout.region(index, self.rank) for index in piece]
@@ -52,10 +56,10 @@ class AllGather:
         with transport.lane("gather"):
             turn = slot.open(f"all-gather of {what}")
             with transport.lane("cast"):
-                key = (slot.window, *(shard.data_ptr() for shard in shards), *(shard.dtype for shard in shards))
+                key = (slot, *(shard.data_ptr() for shard in shards), *(shard.dtype for shard in shards))
                 casts = self._casts.get(key, lambda: self._prepare(slot, shards), _are_reusable)
-            memory = slot.window.memory
-            for number, (cast, copies) in enumerate(zip(casts, self.copies, strict=True)):
+            puts = self._puts.get(slot, lambda: self._prepare_puts(slot), _are_all_reusable)
+            for number, (cast, to_peers) in enumerate(zip(casts, puts, strict=True)):
                 # Not after the puts before it: casts run ahead of the link.
                 with transport.lane("cast", joined=False):
                     cast()
@@ -64,9 +68,8 @@ class AllGather:
                     for peer in turn.peers:
                         turn.await_credit(peer)
                 transport.after(mark)
-                moves = [(memory, copy) for copy in copies]
-                for peer in turn.peers:
-                    turn.put(peer, moves)
+                for put in to_peers:
+                    transport.put(put)
             for peer in turn.peers:
                 turn.publish(peer)
         # The shards have been read when the caller goes on: an optimizer may change them.
@@ -81,12 +84,19 @@ class AllGather:
         for piece in self._pieces:
             sources, places = [], []
             for index in piece:
-                region = self.layout.region(index, self.rank)
-                dtype = DTYPES[self.layout.places[index].tensor.dtype]
+                region, dtype = self._regions[index], self._dtypes[index]
                 sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
                 places.append(region_view(slot.window.memory, region, dtype))
             prepared.append(prepare_place(sources, places))
         return prepared
+
+    def _prepare_puts(self, slot: Slot) -> list[list[Put]]:
+        """What goes to each peer from `slot`, by piece."""
+        memory = slot.window.memory
+        return [
+            [slot.transport.prepare(slot.window, peer, [(memory, copy) for copy in copies]) for peer in slot.peers]
+            for copies in self.copies
+        ]
 
     def views(self, slot: Slot) -> list[torch.Tensor]:
         """The group's unsharded tensors as they lie in `slot`."""
@@ -113,3 +123,7 @@ class Gathering:
 
 def _are_reusable(programs: Sequence[Prepared]) -> bool:
     return all(program.is_reusable for program in programs)
+
+
+def _are_all_reusable(puts: Sequence[Sequence[Put]]) -> bool:
+    return all(put.is_reusable for to_peers in puts for put in to_peers)

@@ -9,6 +9,7 @@ and everything on it waits for everything else.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,31 @@ from tide_triton.layouts import Copy
 
 #: (destination address, source address, what moves between them).
 AddressedCopy = tuple[int, int, Copy]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Copies by their addresses: contiguous ones as the lists that CUDA takes, strided ones one by one.
+
+    strided: (destination, its pitch, source, its pitch, width, rows), in bytes.
+    """
+
+    destinations: list[int]
+    sources: list[int]
+    sizes: list[int]
+    strided: tuple[tuple[int, int, int, int, int, int], ...]
+    is_reusable: bool = True
+
+
+def batch(copies: Sequence[AddressedCopy]) -> Batch:
+    """Copies that may run in any order, ready to be enqueued."""
+    whole = [(dst + c.dst_offset, src + c.src_offset, c.width) for dst, src, c in copies if c.rows == 1]
+    strided = tuple(
+        (dst + c.dst_offset, c.dst_pitch, src + c.src_offset, c.src_pitch, c.width, c.rows)
+        for dst, src, c in copies
+        if c.rows > 1
+    )
+    return Batch([d for d, _, _ in whole], [s for _, s, _ in whole], [n for _, _, n in whole], strided)
 
 
 class CudaCallError(RuntimeError):
@@ -45,39 +71,28 @@ class CopyEngine:
         self._attributes = [attributes]
         self._device_to_device = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
-    def copy(self, copies: Sequence[AddressedCopy], stream: int) -> None:
-        """Run `copies` on `stream`, in no order among themselves; what follows on the stream waits for all of them."""
+    def copy(self, batch: "Batch", stream: int) -> None:
+        """Run `batch` on `stream`, in no order among its copies; what follows on the stream waits for all of them."""
         _refuse_legacy(stream)
-        whole = [(dst + c.dst_offset, src + c.src_offset, c.width) for dst, src, c in copies if c.rows == 1]
-        capturing = torch.cuda.is_current_stream_capturing()
-        if len(whole) > 1 and not capturing:
-            destinations, sources, sizes = map(list, zip(*whole, strict=True))
+        if len(batch.sizes) > 1 and not torch.cuda.is_current_stream_capturing():
             self._check(
                 "cudaMemcpyBatchAsync",
                 self._runtime.cudaMemcpyBatchAsync(
-                    destinations, sources, sizes, len(whole), self._attributes, [0], 1, stream
+                    batch.destinations, batch.sources, batch.sizes, len(batch.sizes), self._attributes, [0], 1, stream
                 ),
             )
         else:
-            for dst, src, nbytes in whole:
+            for dst, src, nbytes in zip(batch.destinations, batch.sources, batch.sizes, strict=True):
                 self._check(
                     "cudaMemcpyAsync", self._runtime.cudaMemcpyAsync(dst, src, nbytes, self._device_to_device, stream)
                 )
-        for dst, src, c in copies:
-            if c.rows > 1:
-                self._check(
-                    "cudaMemcpy2DAsync",
-                    self._runtime.cudaMemcpy2DAsync(
-                        dst + c.dst_offset,
-                        c.dst_pitch,
-                        src + c.src_offset,
-                        c.src_pitch,
-                        c.width,
-                        c.rows,
-                        self._device_to_device,
-                        stream,
-                    ),
-                )
+        for dst, dst_pitch, src, src_pitch, width, rows in batch.strided:
+            self._check(
+                "cudaMemcpy2DAsync",
+                self._runtime.cudaMemcpy2DAsync(
+                    dst, dst_pitch, src, src_pitch, width, rows, self._device_to_device, stream
+                ),
+            )
 
     def write(self, address: int, value: int, stream: int) -> None:
         """Set the 32-bit word at `address` to `value`, after all that went before on `stream`."""

@@ -18,7 +18,8 @@ from tide_triton.layouts import Copy, LandingLayout, scatter_copies, shard
 from tide_triton.layouts.pieces import Range, clip, reduce_pieces
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.views import DTYPES, region_view
+from tide_triton.transports import Put
+from tide_triton.views import DTYPES, as_bytes, region_view
 from tide_triton.windows import PARTS, Slot
 
 
@@ -57,9 +58,19 @@ class ReduceScatter:
         self.rank = rank
         self.world_size = landing.spec.world_size
         self._ctas = ctas
-        self._sums: Programs[list[Prepared]] = Programs()
         self._copies = [scatter_copies(landing, rank, owner) for owner in range(self.world_size)]
         self._shards = [shard(tensor, self.world_size, rank) for tensor in landing.tensors]
+        self._dtypes = [DTYPES[tensor.dtype] for tensor in landing.tensors]
+        #: Where each rank's slice of each tensor lies: in the own gradient, or where it lands.
+        self._regions = [
+            [
+                own.region if source == rank else landing.segment(index, source, rank)
+                for source in range(self.world_size)
+            ]
+            for index, own in enumerate(self._shards)
+        ]
+        self._puts: Programs[list[list[Put]]] = Programs()
+        self._sums: Programs[list[Prepared]] = Programs()
         self._cuts: dict[tuple[tuple[int, ...], int | None], _Cut] = {}
 
     def __call__(
@@ -86,14 +97,15 @@ class ReduceScatter:
             turn = slot.open(f"reduce-scatter of {what}", len(cut.pieces))
             for peer in turn.peers:
                 turn.await_credit(peer)
-            for part in range(len(cut.pieces)):
-                for peer in turn.peers:
-                    turn.put(peer, [(by_index[index], copy) for index, copy in cut.copies[part][peer]])
-                    turn.publish(peer, part + 1)
+            key = (slot, cut.indices, *(gradient.data_ptr() for _, gradient in gradients))
+            puts = self._puts.get(key, lambda: _prepare_puts(slot, cut, by_index), _are_all_reusable)
+            for part, to_peers in enumerate(puts, start=1):
+                for peer, put in zip(turn.peers, to_peers, strict=True):
+                    transport.put(put)
+                    turn.publish(peer, part)
             sent = transport.mark()
         with transport.lane("sum"):
-            addresses = (tensor.data_ptr() for tensor in (*by_index.values(), *outputs))
-            key = (slot.window, cut.indices, outputs[0].dtype, reduction, *addresses)
+            key = (*key, outputs[0].dtype, reduction, *(output.data_ptr() for output in outputs))
             sums = self._sums.get(key, lambda: self._prepare(slot, cut, by_index, outputs, reduction), _are_reusable)
             for part, add_up in enumerate(sums, start=1):
                 turn.await_part(part)
@@ -165,17 +177,29 @@ class ReduceScatter:
 
     def _contributions(self, slot: Slot, span: Range, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's slice of `span`, in rank order: the own one in place, the others where they landed."""
-        dtype = DTYPES[self.landing.tensors[span.index].dtype]
-        memory = gradient.detach().reshape(-1).view(torch.uint8)
+        dtype, own = self._dtypes[span.index], as_bytes(gradient)
         views = [
-            region_view(memory, self._shards[span.index].region, dtype)
-            if source == self.rank
-            else region_view(slot.window.memory, self.landing.segment(span.index, source, self.rank), dtype)
-            for source in range(self.world_size)
+            region_view(own if source == self.rank else slot.window.memory, region, dtype)
+            for source, region in enumerate(self._regions[span.index])
         ]
         if span.start == 0 and span.stop >= self._shards[span.index].numel:
             return views
         return [view[span.start : span.stop] for view in views]
+
+
+def _prepare_puts(slot: Slot, cut: _Cut, gradients: Mapping[int, torch.Tensor]) -> list[list[Put]]:
+    """What goes to each peer, by piece."""
+    return [
+        [
+            slot.transport.prepare(slot.window, peer, [(gradients[index], copy) for index, copy in by_owner[peer]])
+            for peer in slot.peers
+        ]
+        for by_owner in cut.copies
+    ]
+
+
+def _are_all_reusable(puts: Sequence[Sequence[Put]]) -> bool:
+    return all(put.is_reusable for to_peers in puts for put in to_peers)
 
 
 def _are_reusable(programs: Sequence[Prepared]) -> bool:

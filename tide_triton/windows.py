@@ -13,12 +13,9 @@ A rank raises READY for turn n only after its last use of turn n - 1, so nobody 
 parts: WRITTEN counts n * PARTS + the parts that are there.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from tide_triton.layouts import Copy, flat
+from tide_triton.layouts import flat
 from tide_triton.transports import READY, WRITTEN, Mark, Transport, Window
 
 #: One more than the parts that a turn can have.
@@ -95,10 +92,6 @@ class Turn:
     def await_credit(self, peer: int) -> None:
         """Until `peer`'s slot is vacant."""
         self.slot.transport.wait(self.slot.window, peer, READY, self.number, f"{self.what}: credit")
-
-    def put(self, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
-        """Copy into `peer`'s slot, each copy from its own contiguous source; only after the peer's credit."""
-        self.slot.transport.put(self.slot.window, peer, moves)
 
     def publish(self, peer: int, part: int = 1) -> None:
         """Tell `peer` that the first `part` parts for it are there."""

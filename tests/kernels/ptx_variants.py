@@ -12,6 +12,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 ACCUMULATE = {
     "accumulate two": AccumulateVariant((BF16,) * 2, FP32, divide=True),
+    "accumulate halves": AccumulateVariant((BF16,) * 2, FP32, divide=True, by_reciprocal=True),
     "accumulate eight": AccumulateVariant((BF16,) * 8, FP32),
     "accumulate strided": AccumulateVariant((BF16,) * 2, FP32, divide=True, strided=True),
     "accumulate all options": AccumulateVariant(

@@ -98,6 +98,9 @@ def test_sums_are_added_divided_and_cast_as_they_are_written(ptx: Select) -> Non
         assert not re.search(r"\bfma\.|\.ftz|\.approx|div\.full", text), name
     for name, text in ptx("accumulate two", "accumulate strided", "all options").items():
         assert "div.rn.f32" in text, name
+    for name, text in ptx("halves").items():
+        assert "div.rn.f32" not in text, name
+        assert "mul.rn.f32" in text or "mul.f32" in text, name
     for name, text in ptx("fp64").items():
         assert "div.rn.f64" in text, name
         assert "add.rn.f64" in text or "add.f64" in text, name

@@ -28,7 +28,7 @@ def put_to_everyone(rank: int, world: int) -> list[int]:
     for peer in range(world):
         if peer != rank:
             transport.wait(window, peer, READY, 1, "test")
-            transport.put(window, peer, [(window.memory, Copy(rank, rank, 1, 1, 1, 1))])
+            transport.put(transport.prepare(window, peer, [(window.memory, Copy(rank, rank, 1, 1, 1, 1))]))
         transport.signal(window, peer, WRITTEN, 1)
     for peer in range(world):
         transport.wait(window, peer, WRITTEN, 1, "test")
@@ -47,7 +47,7 @@ def put_rows(rank: int, world: int) -> list[list[int]]:
     transport.signal(window, 0, READY, 1)
     if rank == 0:
         transport.wait(window, 1, READY, 1, "test")
-        transport.put(window, 1, [(source, Copy(2, 1, 4, 3, 6, 6))])
+        transport.put(transport.prepare(window, 1, [(source, Copy(2, 1, 4, 3, 6, 6))]))
         transport.signal(window, 1, WRITTEN, 1)
     else:
         transport.wait(window, 0, WRITTEN, 1, "test")
@@ -64,7 +64,7 @@ def leave_the_window(rank: int, world: int) -> list[str]:
     refused = []
     for copy in (Copy(0, 60, 1, 5, 5, 5), Copy(0, 0, 3, 30, 30, 30), Copy(60, 0, 1, 5, 5, 5)):
         try:
-            transport.put(window, 1 - rank, [(torch.zeros(64, dtype=torch.uint8), copy)])
+            transport.prepare(window, 1 - rank, [(torch.zeros(64, dtype=torch.uint8), copy)])
         except IndexError as error:
             refused.append(str(error))
     for counter, peer in ((2, 0), (-1, 0), (1, world)):

@@ -15,7 +15,6 @@ from tide_triton.all_gather import AllGather, Gathering
 from tide_triton.errors import SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.internals import FSDPParam, GroupSite
-from tide_triton.fsdp.tickets import GradTicket
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
 from tide_triton.reduce_scatter import ReduceScatter, Reduction
 from tide_triton.traffic import Traffic
@@ -42,8 +41,8 @@ class GroupBinding:
         self.domain = domain
         self.gather = Traffic()
         self.reduce = Traffic()
-        #: Gradients of the reduction in progress, in FSDP2's order.
-        self.gradients: list[GradTicket] = []
+        #: Gradients of the reduction in progress, each with the index of its parameter, in FSDP2's order.
+        self.gradients: list[tuple[int, torch.Tensor]] = []
         self.slot: Slot | None = None
         self._strict = strict
         self._gathering: Gathering | None = None
@@ -225,8 +224,7 @@ class GroupBinding:
 
     def reduce_fallback(self, wire_dtype: torch.dtype) -> str | None:
         """Why this reduction cannot be zero-copy, None where it can."""
-        for ticket in self.gradients:
-            gradient = ticket.gradient
+        for _, gradient in self.gradients:
             if type(gradient) is not torch.Tensor:
                 return f"a gradient is a {type(gradient).__name__}"
             if not gradient.dtype.is_floating_point or gradient.dtype.itemsize < 2:
@@ -240,20 +238,18 @@ class GroupBinding:
 
         Returns what is read meanwhile, which must live until the caller's stream has passed the reduction.
         """
-        tickets = list(self.gradients)
-        dtype = tickets[0].gradient.dtype
+        dtype = self.gradients[0][1].dtype
         reducer = self._reducers.get(dtype)
         if reducer is None:
             landing = LandingLayout(self.layout.spec, dtype_name(dtype))
             reducer = self._reducers[dtype] = ReduceScatter(landing, self.domain.transport.rank, ctas=SUM_CTAS)
         gradients, outputs, at = [], [], 0
-        for ticket in tickets:
-            gradient = ticket.gradient
+        for index, gradient in self.gradients:
             if not gradient.is_contiguous():
                 gradient = gradient.contiguous()
                 self.reduce.layout_copy_bytes += gradient.nbytes
-            padded = reducer.landing.strides[ticket.param_index] // dtype.itemsize
-            gradients.append((ticket.param_index, gradient))
+            padded = reducer.landing.strides[index] // dtype.itemsize
+            gradients.append((index, gradient))
             outputs.append(output[at : at + padded])
             at += padded
         reduction = reduction_of(op, self.domain.transport.world_size, wire_dtype, self._predivision)

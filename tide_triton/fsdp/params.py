@@ -33,14 +33,13 @@ class SlotParam(FSDPParam):  # type: ignore[misc]
         super().init_dtype_attrs(mp_policy)
         # With no param_dtype, FSDP2 hands over the shard as it is instead of a cast copy.
         self._tide_cast, self.param_dtype = self.param_dtype, None
-        self._tide_binding.dtypes_changed()
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
+        if self.sharded_state == ShardedState.SHARDED:
+            return [self._sharded_param_data]
         inputs: list[torch.Tensor] = super().all_gather_inputs
-        if self.sharded_state == ShardedState.SHARDED or self._tide_cast is None:
-            return inputs
-        return [tensor.to(self._tide_cast) for tensor in inputs]
+        return inputs if self._tide_cast is None else [tensor.to(self._tide_cast) for tensor in inputs]
 
     def alloc_all_gather_outputs(self) -> None:
         """The slot is there already."""
@@ -50,20 +49,21 @@ class SlotParam(FSDPParam):  # type: ignore[misc]
 
     @property
     def unsharded_grad_data(self) -> torch.Tensor:
-        return self._tide_ticket(super().unsharded_grad_data)
+        return self._tide_collect(super().unsharded_grad_data)
 
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-        return self._tide_ticket(super().unsharded_accumulated_grad_data)
+        return self._tide_collect(super().unsharded_accumulated_grad_data)
 
     @property
     def unsharded_zero_grad_data(self) -> torch.Tensor:
-        return self._tide_ticket(super().unsharded_zero_grad_data)
+        return self._tide_collect(super().unsharded_zero_grad_data)
 
-    def _tide_ticket(self, gradient: torch.Tensor) -> GradTicket:
-        ticket = GradTicket(self._tide_index, gradient)
-        self._tide_binding.gradients.append(ticket)
-        return ticket
+    def _tide_collect(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Note the gradient with its parameter's index, on its way to the reduce-scatter."""
+        self._tide_binding.gradients.append((self._tide_index, gradient))
+        # FSDP2 reorders gradients of parameters sharded on another dim than 0: a ticket lets it believe so.
+        return gradient if self.fsdp_placement.dim == 0 else GradTicket(gradient)
 
 
 class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
@@ -71,6 +71,10 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
 
     _tide_binding: "GroupBinding"
     _all_gather_result: Any
+
+    def _init_mp_dtypes(self) -> None:
+        super()._init_mp_dtypes()
+        self._tide_binding.dtypes_changed()
 
     def unshard(self, async_op: bool = False) -> None:
         super().unshard(async_op)

@@ -8,7 +8,7 @@ bytes. Anything else raises, with the torch version, rather than compute with me
 |---------------|-------------------------------|------------------------------------------------------------------|
 | GatherTicket  | the all-gather's flat output  | fsdp.all_gather_copy_in, fsdp.split_with_sizes_copy (ends it)    |
 | ReduceTicket  | the reduce-scatter's input    | fsdp.chunk_cat, div_ (FSDP2's pre-division)                      |
-| GradTicket    | one unsharded gradient        | chunk and cat (FSDP2's reordering for Shard(dim > 0)), chunk_cat |
+| GradTicket    | a gradient of Shard(dim > 0)  | chunk and cat (FSDP2's reordering for Shard(dim > 0)), chunk_cat |
 """
 
 from collections.abc import Callable, Sequence
@@ -120,23 +120,21 @@ class ReduceTicket(_Ticket):
 
 
 class GradTicket(_Ticket):
-    """One unsharded gradient on its way from autograd to the reduce-scatter.
+    """A gradient sharded on another dim than 0, on its way from autograd to the reduce-scatter.
 
-    param_index: of its parameter in the group.
     gradient: the tensor itself.
     chunked: the dim along which FSDP2 cut it and stacked the chunks on dim 0, None while it has not.
     """
 
-    param_index: int
     gradient: torch.Tensor
     chunked: int | None
 
     @staticmethod
     def __new__(
-        cls, param_index: int, gradient: torch.Tensor, chunked: int | None = None, size: Sequence[int] | None = None
+        cls, gradient: torch.Tensor, chunked: int | None = None, size: Sequence[int] | None = None
     ) -> "GradTicket":
         ticket: GradTicket = _Ticket.make(cls, size or gradient.shape, gradient.dtype, gradient.device)
-        ticket.param_index, ticket.gradient, ticket.chunked = param_index, gradient, chunked
+        ticket.gradient, ticket.chunked = gradient, chunked
         return ticket
 
     def laid_out(self, chunks: int) -> torch.Tensor:
@@ -156,19 +154,17 @@ class GradTicket(_Ticket):
             if func is _aten.chunk.default:
                 extent = -(-ticket.shape[dim] // extent)
             sizes = [min(extent, ticket.shape[dim] - at) for at in range(0, ticket.shape[dim], extent)]
-            return [
-                GradTicket(ticket.param_index, ticket.gradient, dim, (*ticket.shape[:dim], n, *ticket.shape[dim + 1 :]))
-                for n in sizes
-            ]
+            return [GradTicket(ticket.gradient, dim, (*ticket.shape[:dim], n, *ticket.shape[dim + 1 :])) for n in sizes]
         if func is _aten.cat.default:
             parts = args[0]
             size = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            return GradTicket(parts[0].param_index, parts[0].gradient, parts[0].chunked, size)
+            return GradTicket(parts[0].gradient, parts[0].chunked, size)
         if func is _fsdp.chunk_cat.default:
             out = kwargs["out"] if "out" in kwargs else args[3]
             if isinstance(out, ReduceTicket):
                 return None
             # The stock reduce-scatter was chosen: do the layout it needs.
             chunks = kwargs.get("num_chunks", args[2] if len(args) > 2 else None)
-            return _fsdp.chunk_cat([t.laid_out(chunks) for t in args[0]], 0, chunks, out=out)
+            laid_out = [t.laid_out(chunks) if isinstance(t, GradTicket) else t for t in args[0]]
+            return _fsdp.chunk_cat(laid_out, 0, chunks, out=out)
         raise _unexpected(cls.__name__, func)

@@ -32,6 +32,15 @@ class Mark(Protocol):
     """A point in a lane's or the caller's order, after which another may go on."""
 
 
+class Put(Protocol):
+    """Copies that a transport has prepared, to be made any number of times while their memory stays where it is."""
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether it holds addresses only, and keeps no tensor alive."""
+        ...
+
+
 class Window(Protocol):
     """Memory of `nbytes` bytes on this rank, with a twin on every other."""
 
@@ -78,8 +87,15 @@ class Transport(Protocol):
         """
         ...
 
-    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
-        """Copy into `peer`'s window, each copy from its own source (contiguous, any dtype; offsets in bytes)."""
+    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
+        """Copies into `peer`'s window, each from its own source (contiguous, any dtype; offsets in bytes).
+
+        Raises IndexError where a copy leaves its source or the window.
+        """
+        ...
+
+    def put(self, put: Put) -> None:
+        """Make what was prepared happen."""
         ...
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:

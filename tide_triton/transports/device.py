@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from tide_triton.copy_engine import CopyEngine
+from tide_triton.copy_engine import Batch, CopyEngine, batch
 from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Window
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
@@ -159,7 +159,7 @@ class DeviceTransport(abc.ABC):
         self._windows.append(window)
         return window
 
-    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Batch:
         own = _own(window)
         destination = own.addresses[peer] + own.header
         addressed = []
@@ -167,8 +167,11 @@ class DeviceTransport(abc.ABC):
             if copy.dst.end > own.nbytes or copy.src.end > source.nbytes:
                 raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {own.nbytes} bytes")
             addressed.append((destination, source.data_ptr(), copy))
-        if addressed:
-            self._engine.copy(addressed, self._current().cuda_stream)
+        return batch(addressed)
+
+    def put(self, put: Put) -> None:
+        assert isinstance(put, Batch)
+        self._engine.copy(put, self._current().cuda_stream)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
         self._engine.write(_own(window).word(peer, self.rank, counter), value % _WORD, self._current().cuda_stream)

@@ -11,6 +11,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Window
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
@@ -56,6 +57,14 @@ class HostWindow:
             words.release()
         self.counters, self.bytes, self._own = [], [], None
         self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPut:
+    """Views to copy, as (destination, source)."""
+
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    is_reusable: bool = False
 
 
 class HostTransport:
@@ -122,15 +131,24 @@ class HostTransport:
                 )
         return HostWindow(nbytes, self.rank, maps)
 
-    def put(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> "HostPut":
         dst = _own(window).bytes[peer]
+        pairs = []
         for source, copy in moves:
             src = as_bytes(source)
             if copy.dst.end > window.nbytes or copy.src.end > src.numel():
                 raise IndexError(f"{copy} leaves its source of {src.numel()} or its window of {window.nbytes} bytes")
             shape = (copy.rows, copy.width)
             to = torch.as_strided(dst, shape, (copy.dst_pitch, 1), copy.dst_offset)
-            to.copy_(torch.as_strided(src, shape, (copy.src_pitch, 1), src.storage_offset() + copy.src_offset))
+            pairs.append(
+                (to, torch.as_strided(src, shape, (copy.src_pitch, 1), src.storage_offset() + copy.src_offset))
+            )
+        return HostPut(pairs)
+
+    def put(self, put: Put) -> None:
+        assert isinstance(put, HostPut)
+        for to, source in put.pairs:
+            to.copy_(source)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
         own = _own(window)

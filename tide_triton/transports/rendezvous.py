@@ -29,12 +29,14 @@ class Rendezvous:
         # Counted in the store itself: ranks agree on it as long as each takes part in every rendezvous.
         self._generation = self._store.add(f"tide/generation/{self.rank}", 1)
         self._round = 0
+        self._said: list[str] = []
 
     def exchange(self, message: str, what: str) -> list[str]:
         """Every rank's message, in rank order. Raises WaitTimeoutError naming the ranks that did not come."""
         prefix = f"tide/{self._generation}/{self._round}"
         self._round += 1
         self._store.set(f"{prefix}/{self.rank}", message)
+        self._said.append(f"{prefix}/{self.rank}")
         keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -43,11 +45,18 @@ class Rendezvous:
             missing = [self.global_ranks[peer] for peer, key in enumerate(keys) if not self._store.check([key])]
             if not missing or time.monotonic() < deadline - 1:
                 raise
+            self._withdraw()
             raise WaitTimeoutError(
                 f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks "
                 f"{missing}; every rank must make this call, or raise timeout_s"
             ) from error
         return [self._store.get(key).decode() for key in keys]
+
+    def _withdraw(self) -> None:
+        """As if this rendezvous had not been: the next one starts where the ranks that did not come will."""
+        for key in self._said:
+            self._store.delete_key(key)
+        self._store.add(f"tide/generation/{self.rank}", -1)
 
     def require_equal(self, message: str, describe: Sequence[tuple[str, str]], what: str) -> None:
         """Raise MismatchError on every rank unless all gave the same `message`.

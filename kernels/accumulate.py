@@ -56,14 +56,14 @@ def default_tuning(world_size: int, loaded_bytes: int) -> Tuning:
     world_size: contributions per element. loaded_bytes: bytes loaded per element, over all contributions and, with
     `add`, the output.
 
-    16384 elements over all contributions, at 16 a thread: 8192 x 16 warps for W = 2 and 2048 x 4 warps for W = 8, which
-    measured best on H200 with bf16 and 3 stages (docs/notes.md). Fewer stages where that does not fit.
+    32768 elements over all contributions: 8192 x 16 warps for W = 2 and 4, 4096 x 16 for W = 8 and 2048 x 8 for W = 16,
+    which measured best on H200 with bf16 and 3 stages (docs/notes.md). Fewer stages where that does not fit.
     """
-    block = min(8192, max(1024, 16384 // triton.next_power_of_2(world_size)))
+    block = min(8192, max(1024, 32768 // triton.next_power_of_2(world_size)))
     while block > 1024 and block * loaded_bytes * 3 > _PIPELINE_BYTES:
         block //= 2
     stages = min(3, max(1, _PIPELINE_BYTES // (block * loaded_bytes)))
-    return Tuning(block, max(4, block // 512), stages)
+    return Tuning(block, min(16, max(4, block // 256)), stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def prepare_accumulate(
     device = outputs[0].device if outputs else torch.device("cpu")
     if device.type != "cuda":
 
-        def run_on_host() -> None:
+        def run_on_host(_: int | None) -> None:
             accumulate(contributions, outputs, wire_dtype=wire_dtype, premultiply=premultiply, divisor=divisor, add=add)
 
         return Prepared(run_on_host, is_reusable=False)
@@ -332,8 +332,8 @@ def prepare_accumulate(
     base = _variant(wire_dtype, premultiply, divisor, add, False)
     launches = _prepare(contributions, outputs, base, (premultiply, divisor), tuning, ctas is not None)
 
-    def run() -> None:
+    def run(stream: int | None) -> None:
         for launch in launches:
-            start(accumulate_kernel, launch, ctas, launch.table)
+            start(accumulate_kernel, launch, ctas, launch.table, stream=stream)
 
     return Prepared(run, is_reusable=True)

@@ -1,7 +1,7 @@
 """Which engine runs, and how a prepared launch is started."""
 
+import contextlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,8 +52,10 @@ def uses_triton(engine: Engine, device: torch.device, kernel: object) -> bool:
     return engine == "triton" or (engine == "auto" and device.type == "cuda")
 
 
-def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tensor) -> None:
-    """Start `kernel` on the current stream of the table's device, on at most `ctas` CTAs (None: one per block).
+def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tensor, stream: int | None = None) -> None:
+    """Start `kernel` on the table's device, on at most `ctas` CTAs (None: one per block).
+
+    stream: a CUDA stream's handle; None for torch's current stream.
 
     Raises ValueError where ctas < 1.
     """
@@ -67,12 +69,18 @@ def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tenso
         options["enable_fp_fusion"] = False
     device = launch.table.device
     given = (launch.table, *arguments, launch.tensors, launch.full_blocks, launch.edge_blocks)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        known = launch.compiled.get(kernel.__name__) if device.type == "cuda" else None
-        if known is not None:
-            compiled, constants = known
-            compiled[(grid, 1, 1)](*given, *constants)
+    if device.type == "cuda" and (known := launch.compiled.get(kernel.__name__)) is not None:
+        compiled, constants = known
+        # A stream names its device; without one, torch's current device must be the table's.
+        if stream is not None or torch.cuda.current_device() == device.index:
+            compiled[(grid, 1, 1)](*given, *constants, stream=stream)
             return
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            if stream is not None:
+                external = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(external))
         compiled = kernel[(grid,)](*given, **launch.constants, **options)
         if device.type == "cuda":
             names = kernel.arg_names[len(given) :]
@@ -85,13 +93,13 @@ class Prepared:
     is_reusable: whether it holds addresses only, and keeps no tensor alive (so on a GPU).
     """
 
-    def __init__(self, run: Callable[[], None], *, is_reusable: bool) -> None:
+    def __init__(self, run: Callable[[int | None], None], *, is_reusable: bool) -> None:
         self._run = run
         self.is_reusable = is_reusable
 
-    def __call__(self) -> None:
-        """Start the launches on the current stream."""
-        self._run()
+    def __call__(self, stream: int | None = None) -> None:
+        """Start the launches on `stream`, a CUDA stream's handle; None for torch's current stream."""
+        self._run(stream)
 
 
 def check_ctas(ctas: int | None) -> None:

@@ -194,13 +194,13 @@ def prepare_place(
     """`place` for tensors that stay where they are, to be called any number of times."""
     device = sources[0].device if sources else torch.device("cpu")
     if device.type != "cuda":
-        return Prepared(lambda: place(sources, destinations), is_reusable=False)
+        return Prepared(lambda _: place(sources, destinations), is_reusable=False)
     _check(sources, destinations)
     launches = _prepare(sources, destinations, device, tuning, ctas is not None)
 
-    def run() -> None:
+    def run(stream: int | None) -> None:
         for launch in launches:
-            start(place_kernel, launch, ctas)
+            start(place_kernel, launch, ctas, stream=stream)
 
     return Prepared(run, is_reusable=True)
 

@@ -30,10 +30,10 @@ class RankError(AssertionError):
 class Ranks:
     """`world_size` processes that run the same function when told to.
 
-    torch_threads: intra-op threads of each, so that more ranks than cores do not fight.
+    backend: of their process group; "nccl" gives each rank the GPU of its number.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="tide_ranks_")
         context = multiprocessing.get_context("forkserver")
@@ -43,7 +43,9 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, os.path.join(self._directory.name, "store"), theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, backend, os.path.join(self._directory.name, "store"), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -116,23 +118,25 @@ class RankPools:
 
 
 @contextlib.contextmanager
-def fresh_ranks(world_size: int) -> Iterator[Ranks]:
+def fresh_ranks(world_size: int, backend: str = "gloo") -> Iterator[Ranks]:
     """Ranks of their own, for a test that may not leave them usable."""
-    ranks = Ranks(world_size)
+    ranks = Ranks(world_size, backend)
     try:
         yield ranks
     finally:
         ranks.stop()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -39,12 +40,13 @@ def part(tensor: TensorSpec, world: int, rank: int, of: torch.Tensor) -> torch.T
     return of.new_empty(shard(tensor, world, rank).shape)
 
 
-def gather_and_reduce(rank: int, world: int, seed: int) -> str:
+def gather_and_reduce(rank: int, world: int, seed: int, device: str = "cpu", transport: Any = "auto") -> str:
     """Both collectives against torch.chunk, cat and a sum in rank order, bit for bit, twice through the same slot."""
     spec = random_spec(world, seed)
-    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+    on = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    with Collectives(dist.group.WORLD, spec, transport=transport, device=on, timeout_s=30) as collectives:
         for turn in range(2):
-            sources = [whole(t, 100 * seed + 10 * turn + i) for i, t in enumerate(spec.tensors)]
+            sources = [whole(t, 100 * seed + 10 * turn + i).to(on) for i, t in enumerate(spec.tensors)]
             shards = [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]
             # Whatever an earlier turn left must be overwritten, and what lies between tensors must not.
             memory = collectives._slot.window.memory
@@ -62,7 +64,7 @@ def gather_and_reduce(rank: int, world: int, seed: int) -> str:
 
             for dtype in (torch.bfloat16, torch.float32):
                 grads = [
-                    [whole(t, 7000 * r + 100 * seed + 10 * turn + i, dtype) for i, t in enumerate(spec.tensors)]
+                    [whole(t, 7000 * r + 100 * seed + 10 * turn + i, dtype).to(on) for i, t in enumerate(spec.tensors)]
                     for r in range(world)
                 ]
                 shards_of_sum = collectives.reduce_scatter(grads[rank])

@@ -62,7 +62,7 @@ class AllGather:
             for number, (cast, to_peers) in enumerate(zip(casts, puts, strict=True)):
                 # Not after the puts before it: casts run ahead of the link.
                 with transport.lane("cast", joined=False):
-                    cast()
+                    cast(transport.stream)
                     mark = transport.mark()
                 if number == 0:
                     for peer in turn.peers:
@@ -80,15 +80,16 @@ class AllGather:
 
     def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor]) -> list[Prepared]:
         """The casts of `shards` into `slot`, by piece."""
-        prepared = []
-        for piece in self._pieces:
-            sources, places = [], []
-            for index in piece:
-                region, dtype = self._regions[index], self._dtypes[index]
-                sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
-                places.append(region_view(slot.window.memory, region, dtype))
-            prepared.append(prepare_place(sources, places))
-        return prepared
+        with slot.transport.here():
+            return [self._prepare_piece(slot, shards, piece) for piece in self._pieces]
+
+    def _prepare_piece(self, slot: Slot, shards: Sequence[torch.Tensor], piece: Sequence[int]) -> Prepared:
+        sources, places = [], []
+        for index in piece:
+            region, dtype = self._regions[index], self._dtypes[index]
+            sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
+            places.append(region_view(slot.window.memory, region, dtype))
+        return prepare_place(sources, places)
 
     def _prepare_puts(self, slot: Slot) -> list[list[Put]]:
         """What goes to each peer from `slot`, by piece."""

@@ -7,7 +7,7 @@ order whatever order they came in, so the result is the same bit for bit on ever
 overlaps, the sum of a piece runs while later pieces travel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,7 @@ class ReduceScatter:
             turn = slot.open(f"reduce-scatter of {what}", len(cut.pieces))
             for peer in turn.peers:
                 turn.await_credit(peer)
-            key = (slot, cut.indices, *(gradient.data_ptr() for _, gradient in gradients))
+            key = (slot, transport.piece_nbytes, cut.indices, *(gradient.data_ptr() for _, gradient in gradients))
             puts = self._puts.get(key, lambda: _prepare_puts(slot, cut, by_index), _are_all_reusable)
             for part, to_peers in enumerate(puts, start=1):
                 for peer, put in zip(turn.peers, to_peers, strict=True):
@@ -105,11 +105,13 @@ class ReduceScatter:
                     turn.publish(peer, part)
             sent = transport.mark()
         with transport.lane("sum"):
-            key = (*key, outputs[0].dtype, reduction, *(output.data_ptr() for output in outputs))
-            sums = self._sums.get(key, lambda: self._prepare(slot, cut, by_index, outputs, reduction), _are_reusable)
+            sums_key: Hashable = (*key, outputs[0].dtype, reduction, *(output.data_ptr() for output in outputs))
+            sums = self._sums.get(
+                sums_key, lambda: self._prepare(slot, cut, by_index, outputs, reduction), _are_reusable
+            )
             for part, add_up in enumerate(sums, start=1):
                 turn.await_part(part)
-                add_up()
+                add_up(transport.stream)
             turn.is_complete = True
             slot.vacate()
             summed = transport.mark()
@@ -159,17 +161,18 @@ class ReduceScatter:
     ) -> list[Prepared]:
         """The sums, by piece."""
         into = dict(zip(gradients, outputs, strict=True))
-        return [
-            prepare_accumulate(
-                [self._contributions(slot, span, gradients[span.index]) for span in piece],
-                [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
-                wire_dtype=reduction.wire_dtype,
-                premultiply=reduction.premultiply,
-                divisor=reduction.divisor,
-                ctas=self._ctas,
-            )
-            for piece in cut.pieces
-        ]
+        with slot.transport.here():
+            return [
+                prepare_accumulate(
+                    [self._contributions(slot, span, gradients[span.index]) for span in piece],
+                    [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
+                    wire_dtype=reduction.wire_dtype,
+                    premultiply=reduction.premultiply,
+                    divisor=reduction.divisor,
+                    ctas=self._ctas,
+                )
+                for piece in cut.pieces
+            ]
 
     def _stop(self, span: Range, output: torch.Tensor) -> int:
         """The last span of a tensor takes its output's padding along."""

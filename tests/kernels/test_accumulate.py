@@ -261,7 +261,7 @@ def test_a_repeated_call_takes_its_table_from_the_cache_and_other_options_do_not
 
 def test_the_default_tuning_is_what_was_measured_and_fits_in_shared_memory() -> None:
     assert default_tuning(2, 4) == Tuning(8192, 16, 3)
-    assert default_tuning(8, 16) == Tuning(2048, 4, 3)
+    assert default_tuning(8, 16) == Tuning(4096, 16, 3)
     for world_size, itemsize, add in itertools.product(range(1, 65), (2, 4, 8), (0, 4, 8)):
         loaded = world_size * itemsize + add
         tuning = default_tuning(world_size, loaded)

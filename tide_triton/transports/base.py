@@ -121,6 +121,15 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def stream(self) -> int | None:
+        """The handle of the stream that is current, for kernels; None where there are no streams."""
+        ...
+
+    def here(self) -> AbstractContextManager[None]:
+        """Let torch itself allocate and work in the order that is current."""
+        ...
+
     def mark(self) -> Mark | None:
         """Everything done so far, in the order that is current."""
         ...

@@ -13,7 +13,7 @@ rank's memory: no SM takes part.
 
 import abc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,6 @@ from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
 
 _WORD = 1 << 32
-#: Lanes in which kernels run; in the others everything is told its stream.
-_WITH_KERNELS = ("cast", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,23 +188,27 @@ class DeviceTransport(abc.ABC):
             # Ahead of compute, whose kernels are many and long.
             stream = self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         outer = self._current()
+        if self._active is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on the "
+                "host. Capture the modules' computation only, or detach() before capturing"
+            )
         if joined:
             stream.wait_stream(outer)
         before, self._active = self._active, stream
         try:
-            # Asking torch for its current stream, and setting it, takes longer than a copy: only kernels need it.
-            if name in _WITH_KERNELS:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on "
-                        "the host. Capture the modules' computation only, or detach() before capturing"
-                    )
-                with torch.cuda.stream(stream):
-                    yield
-            else:
-                yield
+            # Torch's own current stream stays as it is: setting it takes longer than enqueueing a copy.
+            yield
         finally:
             self._active = before
+
+    @property
+    def stream(self) -> int | None:
+        handle: int = self._current().cuda_stream
+        return handle
+
+    def here(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._current())
 
     def mark(self) -> Mark | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -166,6 +166,13 @@ class HostTransport:
     def lane(self, name: Lane, *, joined: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def stream(self) -> int | None:
+        return None
+
+    def here(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def mark(self) -> Mark | None:
         return None
 

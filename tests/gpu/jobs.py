@@ -1,0 +1,237 @@
+"""What the ranks do in the GPU tests: importable functions of (rank, world_size, ...)."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import tide_triton
+from tests.test_collectives import part, random_spec, whole
+from tide_triton import Collectives
+from tide_triton.layouts import GroupSpec, TensorSpec
+from tide_triton.views import DTYPES
+
+
+class Block(nn.Module):
+    """Linear layers and a norm; `hidden` need not divide by the ranks."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self, hidden: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(1001, 512)
+        self.blocks = nn.ModuleList(Block(512, hidden) for _ in range(5))
+        self.head = nn.Linear(512, 1001, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def _prefetch(model: Model) -> None:
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - 2) : index])))
+
+
+#: Settings of the parity test: what differs from the plain one.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "uneven": {"hidden": 2051},
+    "checkpointed": {"checkpointed": True},
+    "not resharded": {"reshard": False},
+    "prefetch of two": {"prepare": _prefetch},
+    "accumulated without sync": {"microbatches": 2, "sync_last_only": True},
+    "accumulated with sync": {"microbatches": 2},
+    "bf16 reduction": {"reduce_dtype": torch.bfloat16},
+    "sharded on dim 1": {"placement": lambda p: Shard(1) if p.ndim == 2 else Shard(0)},
+}
+
+
+def train(
+    rank: int,
+    transport: str | None,
+    *,
+    hidden: int = 2048,
+    checkpointed: bool = False,
+    reshard: bool = True,
+    prepare: Callable[[Model], None] | None = None,
+    microbatches: int = 1,
+    sync_last_only: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
+    placement: Any = None,
+    steps: int = 4,
+) -> tuple[list[torch.Tensor], Any]:
+    """Losses, gradients and final parameters of a short training, and TIDE's report (None for stock)."""
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    with device:
+        model = Model(hidden, checkpointed)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)
+    if prepare is not None:
+        prepare(model)
+    if transport is not None:
+        tide_triton.attach(model, transport=transport, timeout_s=30)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    seen = []
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            if sync_last_only:
+                model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            generator = torch.Generator(device).manual_seed(step * 100 + microbatch * 10 + rank)
+            tokens = torch.randint(0, 1001, (4, 256), generator=generator, device=device)
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [p.grad._local_tensor.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [p._local_tensor.clone() for p in model.parameters()]
+    torch.cuda.synchronize()
+    report = None
+    if transport is not None:
+        report = tide_triton.report(model, quiet=True)
+        tide_triton.detach(model)
+    return seen, report
+
+
+def parity(rank: int, world: int, transport: str, setting: str) -> tuple[bool, bool, int, int]:
+    """Whether stock repeats itself, whether TIDE equals it, and TIDE's fallbacks and layout-copy bytes."""
+    stock, _ = train(rank, None, **SETTINGS[setting])
+    again, _ = train(rank, None, **SETTINGS[setting])
+    tide, report = train(rank, transport, **SETTINGS[setting])
+    same = all(torch.equal(a, b) for a, b in zip(stock, tide, strict=True))
+    repeats = all(torch.equal(a, b) for a, b in zip(stock, again, strict=True))
+    fallbacks = report.gather.fallback + report.reduce.fallback
+    return repeats, same, fallbacks, report.gather.layout_copy_bytes + report.reduce.layout_copy_bytes
+
+
+def interleave_slowly(rank: int, world: int, transport: Any, seed: int) -> str:
+    """Random gathers and reductions of several groups, readers that are late, and slots refilled with NaN."""
+    device = torch.device("cuda", rank)
+    order, delay = random.Random(seed), random.Random(seed * 31 + rank)
+    specs = [random_spec(world, seed + index) for index in range(3)]
+    groups = [Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=30) for spec in specs]
+    wrong = ""
+    for step in range(60):
+        index = order.randrange(3)
+        spec, collectives = specs[index], groups[index]
+        if delay.random() < 0.4:
+            torch.cuda._sleep(int(delay.random() * 4_000_000))
+        if order.random() < 0.5:
+            sources = [whole(t, step + 50 * i).to(device) for i, t in enumerate(spec.tensors)]
+            got = collectives.all_gather([part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)])
+            want = [s.to(DTYPES[t.dtype]) for t, s in zip(spec.tensors, sources, strict=True)]
+        else:
+            grads = [
+                [whole(t, step + 50 * i + 999 * r).to(device) for i, t in enumerate(spec.tensors)] for r in range(world)
+            ]
+            got = collectives.reduce_scatter(grads[rank], average=False)
+            want = []
+            for i, tensor in enumerate(spec.tensors):
+                total = part(tensor, world, rank, grads[0][i])
+                for peer in range(1, world):
+                    total = total + part(tensor, world, rank, grads[peer][i])
+                want.append(total)
+        # The slow reader: a copy that starts late must still see this turn's data.
+        if delay.random() < 0.4:
+            torch.cuda._sleep(int(delay.random() * 4_000_000))
+        late = [tensor.clone() for tensor in got]
+        collectives._slot.window.memory.fill_(0xFF)
+        collectives._slot.vacate()
+        if not all(torch.equal(g, w) for g, w in zip(late, want, strict=True)):
+            wrong = wrong or f"step {step} on group {index} is wrong"
+    for collectives in groups:
+        collectives.close()
+    return wrong
+
+
+def engines_of_a_gather(rank: int, world: int, transport: Any) -> tuple[list[str], int]:
+    """Names of the kernels that run during all-gathers, and how many peer copies do."""
+    device = torch.device("cuda", rank)
+    spec = GroupSpec(world, tuple(TensorSpec(f"w{i}", (4096, 1024), "bfloat16") for i in range(6)))
+    shards = [torch.randn(4096 // world, 1024, device=device) for _ in spec.tensors]
+    with Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=30) as collectives:
+        for _ in range(3):
+            collectives.all_gather(shards)
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(4):
+                collectives.all_gather(shards)
+            torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [e.name for e in events if e.name.startswith("Memcpy")]
+    kernels = sorted({e.name for e in events if not e.name.startswith("Mem")})
+    return kernels, len(copies)
+
+
+def stop(rank: int, world: int, transport: Any, timeout_s: float) -> float:
+    """Rank 1 stops taking part; the others are told, and their streams go on."""
+    device = torch.device("cuda", rank)
+    spec = GroupSpec(world, (TensorSpec("w", (1024, 64), "bfloat16"),))
+    collectives = Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=timeout_s)
+    shard = torch.ones(1024 // world, 64, device=device)
+    collectives.all_gather([shard])
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(timeout_s + 6)
+        return 0.0
+    started = time.monotonic()
+    collectives.all_gather([shard])
+    torch.cuda.synchronize()
+    waited = time.monotonic() - started
+    try:
+        collectives.all_gather([shard])
+    finally:
+        collectives.close()
+    return waited
+
+
+def capture(rank: int, world: int, transport: Any) -> str:
+    device = torch.device("cuda", rank)
+    spec = GroupSpec(world, (TensorSpec("w", (64, 8), "bfloat16"),))
+    shard = torch.ones(64 // world, 8, device=device)
+    with Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=20) as collectives:
+        collectives.all_gather([shard])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                collectives.all_gather([shard])
+        except RuntimeError as error:
+            message = str(error)
+        else:
+            message = "captured"
+        torch.cuda.synchronize()
+        (w,) = collectives.all_gather([shard])
+        assert bool((w == 1).all())
+    return message

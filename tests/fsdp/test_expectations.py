@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +48,9 @@ from tests.fsdp.parity import (
 )
 from tests.fsdp.test_attach import attach, descriptors, group_is_usable, raised, shared_segments, trace_of_hooks
 from tests.ranks import RankPools
+
+#: What FSDP2 itself can do only from torch 2.13 on.
+newer = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot do it")
 
 
 def _model(world_size: int, policy: MixedPrecisionPolicy = MIXED, **options: Any) -> nn.Module:
@@ -312,6 +315,7 @@ def _raise(*unused: object) -> None:
     raise AbandonedError
 
 
+@newer
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_expectation_5_an_iteration_abandoned_by_an_exception_does_not_spoil_the_next(
     ranks: RankPools, where: str
@@ -488,6 +492,7 @@ def _transformed(rank: int, world_size: int, transform: str) -> dict[str, Any]:
     return {"same": torch.equal(*results), "stock": collectives[0], "tide": collectives[1]}
 
 
+@newer
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_expectation_6_the_first_use_may_be_inside_a_functorch_transform(ranks: RankPools, transform: str) -> None:
     for found in ranks(2).run(_transformed, transform):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import tide_triton
@@ -41,7 +41,7 @@ def _model(world_size: int, policy: MixedPrecisionPolicy = MIXED, **options: Any
 def _several_meshes(world_size: int) -> nn.Module:
     """Expert parallelism: `up` and `down` lie on the inner mesh, all else on all ranks."""
     model, mesh = seeded(), line(world_size)
-    experts, dense = FSDPMeshInfo(grid(2, 2)["inner"], shard_mesh_dim=0), FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    experts = _fsdp_common.FSDPMeshInfo(grid(2, 2)["inner"], shard_mesh_dim=0)
     for block in model.blocks:
         inside = {id(p) for p in (*block.up.parameters(), *block.down.parameters())}
         fully_shard(
@@ -49,10 +49,9 @@ def _several_meshes(world_size: int) -> nn.Module:
             mesh=mesh,
             mp_policy=MIXED,
             shard_placement_fn=lambda p, inside=inside: (
-                ShardPlacementResult(Shard(0), experts) if id(p) in inside else None
+                _fsdp_common.ShardPlacementResult(Shard(0), experts) if id(p) in inside else None
             ),
         )
-    del dense
     return fully_shard(model, mesh=mesh, mp_policy=MIXED)
 
 
@@ -251,6 +250,8 @@ def _run(rank: int, world_size: int, name: str) -> Outcome:
 
 @pytest.mark.parametrize("name", CASES)
 def test_frameworks_get_the_same_bits_without_copies_from(ranks: RankPools, name: str) -> None:
+    if "several meshes" in name and not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("FSDP2 of this torch has one mesh a module")
     outcomes = ranks(CASES[name][3]).run(_run, name)
     assert [o.from_stock + o.from_reference for o in outcomes] == [""] * len(outcomes)
     assert max(o.distance for o in outcomes) < 1e-4

@@ -5,7 +5,7 @@ start without torch. What the user can mend ends in one message on stderr and ex
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -87,6 +87,84 @@ def plan(
         # A pipe or a file has no width of its own: give long parameter names the room that rich's 80 would not.
         width = None if sys.stdout.isatty() else UNBOUNDED_COLUMNS
         Console(width=width).print(render(group, layout))
+
+
+def _at_least_two(ranks: int) -> int:
+    from tide_triton.demo.runner import MAX_RANKS
+
+    if ranks < 2:
+        raise typer.BadParameter(
+            f"FSDP2 has nothing to communicate with fewer than 2 ranks; give 2 or more, not {ranks}"
+        )
+    if ranks > MAX_RANKS:
+        raise typer.BadParameter(f"each rank is a process of this machine; give at most {MAX_RANKS}, not {ranks}")
+    return ranks
+
+
+def _writable(path: Path | None) -> Path | None:
+    from tide_triton.demo.files import require_writable
+
+    return _checked(path, require_writable)
+
+
+def _plottable(path: Path | None) -> Path | None:
+    from tide_triton.demo.files import require_plottable
+
+    return _checked(path, require_plottable)
+
+
+def _checked(path: Path | None, check: Callable[[Path], None]) -> Path | None:
+    try:
+        if path is not None:
+            check(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return path
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Processes to train on.", callback=_at_least_two)] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 30,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Write the results as JSON.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", callback=_plottable, help="Draw both losses, as .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Train a small GPT with stock FSDP2 and with TIDE, and compare losses, bytes and buffers.
+
+    A third training adds gradients in rank order: TIDE must equal it bit for bit, or the exit code is 1.
+
+    Runs anywhere: the ranks are processes of this machine, and the text is in every Python.
+    """
+    if json_file is not None and plot_file is not None and json_file.resolve() == plot_file.resolve():
+        raise typer.BadParameter(f"--json and --plot both name {json_file}; give them files of their own")
+    from rich.console import Console
+
+    from tide_triton.demo.processes import RankFailedError
+    from tide_triton.demo.runner import run
+    from tide_triton.demo.show import plot, progress, summary
+
+    try:
+        with progress(Console(stderr=True), ranks, steps) as hear:
+            results = run(ranks, steps, hear)
+    except RankFailedError as error:
+        typer.echo(f"{error.trace}error: {error}", err=True)
+        raise typer.Exit(1) from None
+    Console(width=None if sys.stdout.isatty() else UNBOUNDED_COLUMNS).print(summary(results))
+    if json_file is not None:
+        json_file.write_text(results.model_dump_json(indent=2) + "\n")
+    if plot_file is not None:
+        plot(results, plot_file)
+        typer.echo(f"both losses are drawn in {plot_file}")
+    else:
+        typer.echo("give --plot FILE.png to see both losses drawn")
+    if not results.equals_reference:
+        typer.echo("error: TIDE is not bitwise equal to the rank-ordered reference", err=True)
+        raise typer.Exit(1)
 
 
 def main() -> None:

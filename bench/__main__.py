@@ -1,0 +1,147 @@
+"""`python -m bench kernels|all_gather|reduce_scatter|interference|step|all`.
+
+Starts one process per GPU, or joins those of torchrun. Results go to bench/results/<machine>/ as JSON and plots.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+VARIANTS = "floor,stock,symm,tide"
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A model of tide_triton.models, or tiny-llama, tiny-wan, tiny-qwen. Repeatable."),
+]
+Tokens = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Tokens of each rank. Repeatable.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="In place of bench/results/<machine>.")]
+Transport = Annotated[str, typer.Option(help="TIDE's transport: auto, nccl, symm or host.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model, in place of what fits in memory.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")]
+Variants = Annotated[str, typer.Option(help="What to train, comma-separated: floor,stock,symm,tide.")]
+
+
+def _run(
+    benchmarks: tuple[str, ...],
+    out: Path | None,
+    models: list[str] | None,
+    transport: str = "auto",
+    *,
+    tokens: list[int] | None = None,
+    layers: int | None = None,
+    steps: int = 8,
+    variants: str = VARIANTS,
+    budget_s: float = 590.0,
+) -> None:
+    from bench import cases, results
+    from tide_triton.layouts import SpecError
+
+    try:
+        cases.models_named(models or [])
+    except SpecError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    chosen = _chosen(variants)
+    from bench import runner
+
+    options = runner.Options(tuple(models or ()), transport, tuple(tokens or ()), layers, steps, chosen)
+    folder = out or Path(__file__).parent / "results" / results.machine()
+    if not runner.run(benchmarks, folder, options, budget_s=budget_s):
+        raise typer.Exit(1)
+
+
+def _chosen(text: str) -> tuple[str, ...]:
+    known = VARIANTS.split(",")
+    chosen = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [part for part in chosen if part not in known]
+    if unknown or not chosen:
+        raise typer.BadParameter(f"{unknown or text!r}: choose from {VARIANTS}", param_hint="--variants")
+    return chosen
+
+
+@app.command()
+def kernels(out: Out = None) -> None:
+    """`place` and `accumulate` alone: bandwidth and SM-time, by CTAs and ranks."""
+    _run(("kernels",), out, None)
+
+
+@app.command("all_gather")
+def all_gather(model: Models = None, out: Out = None, transport: Transport = "auto") -> None:
+    """All-gather of a block: stock, symm and TIDE against the link's limit."""
+    _run(("all_gather",), out, model, transport)
+
+
+@app.command("reduce_scatter")
+def reduce_scatter(model: Models = None, out: Out = None, transport: Transport = "auto") -> None:
+    """Reduce-scatter of a block: time and SM-time of stock, symm and TIDE."""
+    _run(("reduce_scatter",), out, model, transport)
+
+
+@app.command()
+def interference(model: Models = None, out: Out = None, transport: Transport = "auto") -> None:
+    """A single-wave GEMM beside each collective of a block."""
+    _run(("interference",), out, model, transport)
+
+
+@app.command()
+def step(
+    model: Models = None,
+    tokens: Tokens = None,
+    out: Out = None,
+    transport: Transport = "auto",
+    layers: Layers = None,
+    steps: Steps = 8,
+    variants: Variants = VARIANTS,
+) -> None:
+    """Training steps: the floor without FSDP, stock, symm and TIDE."""
+    _run(
+        ("step",),
+        out,
+        model,
+        transport,
+        tokens=tokens,
+        layers=layers,
+        steps=steps,
+        variants=variants,
+    )
+
+
+@app.command("all")
+def everything(
+    model: Models = None,
+    tokens: Tokens = None,
+    out: Out = None,
+    transport: Transport = "auto",
+    layers: Layers = None,
+    steps: Steps = 8,
+    variants: Variants = VARIANTS,
+    budget: Annotated[float, typer.Option(help="Seconds for all of them; what does not fit is cut off.")] = 590.0,
+) -> None:
+    """All of them, one after the other, each in processes of its own."""
+    _run(
+        ("kernels", "all_gather", "reduce_scatter", "interference", "step"),
+        out,
+        model,
+        transport,
+        tokens=tokens,
+        layers=layers,
+        steps=steps,
+        variants=variants,
+        budget_s=budget,
+    )
+
+
+@app.command()
+def show(folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Where results are.")]) -> None:
+    """Print and draw results again, e.g. those of a machine that cannot draw."""
+    from bench import runner
+
+    _, undrawn = runner.show(runner.BENCHMARKS, folder)
+    for problem in undrawn:
+        typer.echo(f"error: {problem}", err=True)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

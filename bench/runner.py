@@ -1,0 +1,107 @@
+"""Runs benchmarks: one set of processes each, results kept after every row."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import all_gather, cases, interference, kernels, plots, ranks, reduce_scatter, results, step
+from bench.ranks import Here
+from bench.timing import Timer
+from tide_triton.models import LLAMA_3_1_70B, block_spec
+from tide_triton.transports.select import TransportName
+
+#: Seconds after which a benchmark is ended.
+LIMITS_S = {"kernels": 120, "all_gather": 150, "reduce_scatter": 150, "interference": 120, "step": 420}
+
+BENCHMARKS = tuple(LIMITS_S)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure: names of models and tokens (all where empty), and for steps also how."""
+
+    models: tuple[str, ...] = ()
+    transport: TransportName = "auto"
+    tokens: tuple[int, ...] = ()
+    layers: int | None = None
+    steps: int = 8
+    variants: tuple[str, ...] = field(default=step.VARIANTS)
+
+
+def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Row]:
+    """The rows of `benchmark` on this rank."""
+    if benchmark == "step":
+        yield from step.run(
+            here,
+            cases.models_named(options.models),
+            options.tokens or cases.STEP_TOKENS,
+            options.transport,
+            layers=options.layers,
+            steps=options.steps,
+            variants=options.variants,
+        )
+        return
+    timer = Timer(here)
+    if benchmark == "kernels":
+        yield from kernels.run(here, timer, elements=kernels.ELEMENTS if here.is_cuda else 1 << 14)
+    elif benchmark in ("all_gather", "reduce_scatter"):
+        run_cases = all_gather.run if benchmark == "all_gather" else reduce_scatter.run
+        yield from run_cases(here, timer, cases.group_cases(options.models, here.world_size), options.transport)
+    else:
+        model = cases.model_named(options.models[0]) if options.models else LLAMA_3_1_70B
+        shape = interference.GEMM if here.is_cuda else (64, 64, 64)
+        yield from interference.run(here, timer, block_spec(model, here.world_size), options.transport, shape=shape)
+
+
+def run_on_rank(here: Here, benchmark: str, folder: Path, options: Options) -> None:
+    """Run `benchmark`; rank 0 keeps what is there after every row."""
+    rows: list[results.Row] = []
+    meta = results.metadata() if here.rank == 0 else {}
+    begin = time.monotonic()
+    for row in rows_of(benchmark, here, options):
+        rows.append(row)
+        if here.rank == 0:
+            results.write(folder / f"{benchmark}.json", benchmark, meta, rows)
+            shown = {k: v for k, v in row.items() if k in results.COLUMNS[benchmark] or k == "error"}
+            here.say(f"[{time.monotonic() - begin:6.1f} s] {shown}")
+
+
+def run(benchmarks: Sequence[str], folder: Path, options: Options, *, budget_s: float = 590.0) -> bool:
+    """Run them one after the other, then show and draw what is in `folder`. Whether there were no errors.
+
+    budget_s: seconds for all of them; what does not fit is cut off, and its rows so far stay.
+    """
+    problems = []
+    deadline = time.monotonic() + budget_s
+    for benchmark in benchmarks:
+        begin = time.monotonic()
+        print(f"=== {benchmark}", flush=True)
+        allowed = min(LIMITS_S[benchmark], deadline - begin)
+        problem = ranks.run(run_on_rank, (benchmark, folder, options), timeout_s=allowed) if allowed > 0 else "no time"
+        print(f"=== {benchmark}: {problem or 'done'} in {time.monotonic() - begin:.0f} s", flush=True)
+        if problem:
+            problems.append(f"{benchmark}: {problem}")
+    if not ranks.is_first():
+        return not problems
+    good, undrawn = show(benchmarks, folder)
+    print(f"results are in {folder}")
+    for problem in problems + undrawn:
+        print(f"error: {problem}", flush=True)
+    return good and not problems
+
+
+def show(benchmarks: Sequence[str], folder: Path) -> tuple[bool, list[str]]:
+    """Print and draw the results in `folder`: whether no row has an error, and what could not be drawn, and why."""
+    good, undrawn = True, []
+    for benchmark in benchmarks:
+        rows = results.read(folder / f"{benchmark}.json")["rows"]
+        if not rows:
+            continue
+        print(results.summary(benchmark, rows), flush=True)
+        good &= not any("error" in row for row in rows)
+        try:
+            plots.draw(benchmark, rows, folder / f"{benchmark}.png")
+        except Exception as error:
+            undrawn.append(f"{benchmark}: not drawn: {error!r}")
+    return good, undrawn

@@ -1,0 +1,47 @@
+"""`python -m bench`: help, refusals, and a whole run of the two collectives on the CPU."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from bench import cases, results
+from bench.__main__ import app
+
+COMMANDS = ("kernels", "all_gather", "reduce_scatter", "interference", "step", "all", "show")
+
+
+def test_help_names_every_benchmark() -> None:
+    done = CliRunner().invoke(app, ["--help"])
+    assert done.exit_code == 0
+    assert all(command in done.output for command in COMMANDS)
+
+
+def test_an_unknown_model_is_refused_with_the_names_there_are() -> None:
+    done = CliRunner().invoke(app, ["step", "--model", "gpt-9"])
+    assert done.exit_code == 2
+    assert "gpt-9" in done.output
+    assert "llama-3.1-70b" in done.output.replace("\n", "")
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    done = CliRunner().invoke(app, ["step", "--variants", "floor,best"])
+    assert done.exit_code == 2
+    assert "best" in done.output
+
+
+def test_default_cases_are_the_published_models_and_many_small_parameters() -> None:
+    names = [case.name for case in cases.group_cases([], 2)]
+    assert names == ["llama-3.1-70b", "wan2.2-a14b", "qwen3-30b-a3b", cases.MANY_SMALL]
+    small = cases.group_cases([], 2)[-1]
+    assert len(small.spec.tensors) == 300
+    assert {tensor.nbytes for tensor in small.spec.tensors} == {4096}
+
+
+def test_a_benchmark_runs_on_ranks_of_its_own_and_keeps_exact_rows(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["reduce_scatter", "--model", "tiny-wan", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (row,) = results.read(tmp_path / "reduce_scatter.json")["rows"]
+    assert row["exact"]
+    assert row["model"] == "tiny-wan"
+    assert all(row[field] > 0 for field in ("bytes", "stock_ms", "tide_ms", "limit_ms"))
+    assert (tmp_path / "reduce_scatter.png").stat().st_size > 10_000

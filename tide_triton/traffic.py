@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 class Traffic:
     """Counts of one collective of one group on one rank.
 
+    zero_copy: calls that copied no layout; `reused` of them moved nothing at all: what they gather was still there.
     wire_bytes: bytes this rank sent to others.
     layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
     fallback_reasons: how often each reason sent a call to the stock collective.
@@ -18,6 +19,7 @@ class Traffic:
     wire_bytes: int = 0
     layout_copy_bytes: int = 0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
+    reused: int = 0
 
     @property
     def calls(self) -> int:
@@ -33,6 +35,7 @@ class Traffic:
     def __iadd__(self, other: "Traffic") -> "Traffic":
         self.zero_copy += other.zero_copy
         self.fallback += other.fallback
+        self.reused += other.reused
         self.wire_bytes += other.wire_bytes
         self.layout_copy_bytes += other.layout_copy_bytes
         self.fallback_reasons.update(other.fallback_reasons)

@@ -27,6 +27,7 @@ class Slot:
     """One window of a transport, and how far its turns have come.
 
     label: what it is called in reports, e.g. "slot 2".
+    content: whose gathered tensors lie here whole, None for nobody's.
     """
 
     transport: Transport
@@ -34,6 +35,7 @@ class Slot:
     label: str
     turn: int = field(default=0, init=False)
     peers: tuple[int, ...] = field(init=False)
+    content: object = field(default=None, init=False)
     _vacant: Mark | None = field(default=None, init=False)
     _latest: "Turn | None" = field(default=None, init=False)
 
@@ -62,6 +64,7 @@ class Slot:
             raise ValueError(f"parts must be 1 to {PARTS - 1}, got {parts}")
         # A gather that was issued and never waited for may still be coming in.
         self.settle()
+        self.content = None
         self.transport.after(self._vacant)
         self.turn += 1
         for peer in self.peers:

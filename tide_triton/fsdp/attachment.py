@@ -56,6 +56,7 @@ def attach(
     transport: select.TransportName = "auto",
     slots: int | None = None,
     strict: bool = False,
+    reuse: bool = True,
     timeout_s: float = 600.0,
 ) -> None:
     """Run the FSDP2 collectives of `model` through TIDE: no layout copies, bf16 gradients on the wire.
@@ -66,6 +67,8 @@ def attach(
     transport: "host" for processes of one machine; "auto" picks by the parameters' device.
     slots: in how many slots the groups that reshard take turns; None sizes it from the model and its prefetching.
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
+    reuse: in backward, gather nothing where the parameters that forward gathered still lie in their slot, as those of
+    the last groups do. They are then those of the forward, also if shards were changed in between.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
     Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a
@@ -102,9 +105,11 @@ def attach(
         for process_group, members in by_group.items():
             meeting = meetings[process_group]
             try:
-                _agree_on_specs(meeting, members, slots=slots, strict=strict, timeout_s=timeout_s, prefetch=prefetch)
+                _agree_on_specs(
+                    meeting, members, slots=slots, strict=strict, reuse=reuse, timeout_s=timeout_s, prefetch=prefetch
+                )
                 made, why = select.make(transport, members[0].group.device, process_group, meeting, timeout_s)
-                domain = Domain(process_group, made, why, members, meeting, strict=strict)
+                domain = Domain(process_group, made, why, members, meeting, strict=strict, reuse=reuse)
                 domains.append(domain)
                 domain.allocate(prefetch, slots)
             except PeerError:

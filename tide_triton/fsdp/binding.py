@@ -32,7 +32,7 @@ SUM_CTAS = 32
 class GroupBinding:
     """A parameter group, the domain whose slots it uses, and what it has moved."""
 
-    def __init__(self, site: GroupSite, domain: "Domain", *, strict: bool) -> None:
+    def __init__(self, site: GroupSite, domain: "Domain", *, strict: bool, reuse: bool) -> None:
         self.group = site.group
         self.name = site.name
         self.param_names = site.param_names
@@ -47,6 +47,8 @@ class GroupBinding:
         self._strict = strict
         self._gathering: Gathering | None = None
         self._deferred = False
+        self._reusing = False
+        self._reuse = reuse
         self._bound = False
         self._reduce_allocations = 0
         self._predivision = 1.0
@@ -121,6 +123,11 @@ class GroupBinding:
             rebind(param, self.slot.window.tensor(place.offset, place.padded_nbytes // dtype.itemsize, dtype))
         self._bound = True
 
+    def overwritten(self) -> None:
+        """The slot's memory was written other than by a turn."""
+        if self.slot is not None:
+            self.slot.content = None
+
     def vacate(self) -> None:
         """The parameters were resharded: what has been enqueued so far is the last to read them from the slot."""
         if self._bound and self.slot is not None:
@@ -166,11 +173,11 @@ class GroupBinding:
     @property
     def can_be_put_off(self) -> bool:
         """Whether its gather is under way over the zero-copy path, and nobody reads what it brings yet."""
-        return self._gathering is not None and not self.group.is_unsharded
+        return (self._gathering is not None or self._reusing) and not self.group.is_unsharded
 
     def put_off(self) -> None:
         """Leave the slot to a group that needs it sooner, and gather again once these parameters are waited for."""
-        self._deferred, self._gathering = True, None
+        self._deferred, self._gathering, self._reusing = True, None, False
 
     # --- the all-gather, in FSDP2's steps ---
 
@@ -182,10 +189,30 @@ class GroupBinding:
 
     def start_gather(self) -> None:
         """Cast the shards into the own slot and put them to the peers, as soon as the slot is this group's."""
+        if self._is_still_there():
+            self._reusing = True
+            self.gather.zero_copy += 1
+            self.gather.reused += 1
+            return
         if not self.take_slot(may_defer=True):
             self._deferred = True
             return
         self._put_shards()
+
+    def _is_still_there(self) -> bool:
+        """Whether backward wants what forward gathered, and nothing has been written over it since.
+
+        A backward uses the parameters of its forward, so nothing needs to move. Like every choice it follows from
+        FSDP2's state and the slot's history, which are the same on every rank.
+        """
+        return (
+            self._reuse
+            and self._bound
+            and self.slot is not None
+            and self.slot.content is self
+            and internals.is_in_backward(self.group)
+            and not self.rivals()
+        )
 
     def _put_shards(self) -> None:
         assert self.slot is not None
@@ -193,15 +220,17 @@ class GroupBinding:
         # Read now, not at attach: loading and `to_empty` replace them.
         shards = [p._sharded_param_data for p in self.params]
         self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather)
+        self.slot.content = self
 
     def finish_gather(self) -> None:
         """Until every peer's shards are in the slot."""
         if self._deferred:
             self.take_slot(may_defer=False)
             self._put_shards()
-        assert self._gathering is not None
-        self._gathering.wait()
-        self._gathering = None
+        assert self._reusing or self._gathering is not None
+        if self._gathering is not None:
+            self._gathering.wait()
+        self._gathering, self._reusing = None, False
 
     # --- the reduce-scatter, in FSDP2's steps ---
 

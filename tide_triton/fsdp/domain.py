@@ -27,13 +27,14 @@ class Domain:
         meeting: Rendezvous,
         *,
         strict: bool,
+        reuse: bool,
     ) -> None:
         self.process_group = process_group
         self._meeting = meeting
         self.transport = transport
         self.why_transport = why_transport
         self.pool = SlotPool(transport)
-        self.bindings = [GroupBinding(site, self, strict=strict) for site in sites]
+        self.bindings = [GroupBinding(site, self, strict=strict, reuse=reuse) for site in sites]
         #: Slots in which groups take turns, at each depth of nesting.
         self.slot_count = 0
         #: How many slots were added because groups were held longer than planned.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -119,6 +119,11 @@ def stays_unsharded(group: FSDPParamGroup) -> bool:
 def is_held(group: FSDPParamGroup) -> bool:
     """Whether the group's parameters are unsharded, or about to be: its gather was issued and not yet waited for."""
     return group.is_unsharded or group._all_gather_result is not None
+
+
+def is_in_backward(group: FSDPParamGroup) -> bool:
+    """Whether FSDP2 unshards the group for a backward (its own, or ahead of it) and not for a forward or by hand."""
+    return bool(group._training_state == TrainingState.PRE_BACKWARD)
 
 
 def prefetch_depth(model: nn.Module) -> int:

@@ -70,7 +70,7 @@ class Report:
                 g.gather_path,
                 g.reduce_path,
                 g.slot,
-                str(g.gather.calls),
+                f"{g.gather.calls} ({g.gather.reused} reused)" if g.gather.reused else str(g.gather.calls),
                 str(g.reduce.calls),
                 f"{(g.gather.wire_bytes + g.reduce.wire_bytes) / 1e6:.3f}",
                 f"{(g.gather.layout_copy_bytes + g.reduce.layout_copy_bytes) / 1e6:.3f}",

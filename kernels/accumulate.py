@@ -173,7 +173,8 @@ def _prepare(
         constants = variant.constants(chosen, persistent, interpreted(accumulate_kernel))
         premultiply, divisor = factors
         header = [float_bits(premultiply), float_bits(1.0 / divisor if variant.by_reciprocal else divisor)]
-        launches.append(make_launch(header, rows, counts, outputs[0].device, constants, chosen.warps))
+        addresses = (0, *(4 + 2 * rank for rank in range(len(variant.contributions))))
+        launches.append(make_launch(header, rows, counts, outputs[0].device, constants, chosen.warps, addresses))
     return tuple(launches)
 
 
@@ -317,23 +318,24 @@ def prepare_accumulate(
     premultiply: float = 1.0,
     divisor: float = 1.0,
     add: bool = False,
+    engine: Engine = "auto",
     ctas: int | None = None,
     tuning: Tuning | None = None,
 ) -> Prepared:
     """`accumulate` for tensors that stay where they are, to be called any number of times."""
     device = outputs[0].device if outputs else torch.device("cpu")
-    if device.type != "cuda":
+    if not outputs or not uses_triton(engine, device, accumulate_kernel):
 
-        def run_on_host(_: int | None) -> None:
+        def run_on_host(*_: object) -> None:
             accumulate(contributions, outputs, wire_dtype=wire_dtype, premultiply=premultiply, divisor=divisor, add=add)
 
-        return Prepared(run_on_host, is_reusable=False)
+        return Prepared(run_on_host, (), is_reusable=False)
     _check(contributions, outputs, wire_dtype)
     base = _variant(wire_dtype, premultiply, divisor, add, False)
     launches = _prepare(contributions, outputs, base, (premultiply, divisor), tuning, ctas is not None)
 
-    def run(stream: int | None) -> None:
+    def run(launches: Sequence[Launch], stream: int | None) -> None:
         for launch in launches:
             start(accumulate_kernel, launch, ctas, launch.table, stream=stream)
 
-    return Prepared(run, is_reusable=True)
+    return Prepared(run, launches, is_reusable=True)

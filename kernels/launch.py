@@ -1,7 +1,7 @@
 """Which engine runs, and how a prepared launch is started."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,16 +90,20 @@ def start(kernel: Any, launch: Launch, ctas: int | None, *arguments: torch.Tenso
 class Prepared:
     """Launches that can be started again and again while the memory they were prepared for stays where it is.
 
-    is_reusable: whether it holds addresses only, and keeps no tensor alive (so on a GPU).
+    launches: what is started; empty where the work is not done by kernels.
+    is_reusable: whether it holds addresses only, and keeps no tensor alive.
     """
 
-    def __init__(self, run: Callable[[int | None], None], *, is_reusable: bool) -> None:
+    def __init__(
+        self, run: Callable[[Sequence[Launch], int | None], None], launches: Sequence[Launch], *, is_reusable: bool
+    ) -> None:
         self._run = run
+        self.launches = tuple(launches)
         self.is_reusable = is_reusable
 
     def __call__(self, stream: int | None = None) -> None:
         """Start the launches on `stream`, a CUDA stream's handle; None for torch's current stream."""
-        self._run(stream)
+        self._run(self.launches, stream)
 
 
 def check_ctas(ctas: int | None) -> None:

@@ -115,7 +115,7 @@ def _prepare(
             wide=any(cols + tuning.block >= 2**31 for _, _, cols in pairs),
         )
         constants = variant.constants(tuning, persistent, interpreted(place_kernel))
-        launches.append(make_launch((), rows, counts, device, constants, tuning.warps))
+        launches.append(make_launch((), rows, counts, device, constants, tuning.warps, (0, 1)))
     return tuple(launches)
 
 
@@ -194,15 +194,15 @@ def prepare_place(
     """`place` for tensors that stay where they are, to be called any number of times."""
     device = sources[0].device if sources else torch.device("cpu")
     if device.type != "cuda":
-        return Prepared(lambda _: place(sources, destinations), is_reusable=False)
+        return Prepared(lambda *_: place(sources, destinations), (), is_reusable=False)
     _check(sources, destinations)
     launches = _prepare(sources, destinations, device, tuning, ctas is not None)
 
-    def run(stream: int | None) -> None:
+    def run(launches: Sequence[Launch], stream: int | None) -> None:
         for launch in launches:
             start(place_kernel, launch, ctas, stream=stream)
 
-    return Prepared(run, is_reusable=True)
+    return Prepared(run, launches, is_reusable=True)
 
 
 def pack(

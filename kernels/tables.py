@@ -28,6 +28,7 @@ class Launch:
 
     host: the table's pinned host copy (None on CPU). It lives as long as the table, since a CUDA graph that captured
     the upload reads it again at every replay.
+    addresses: where in the table addresses stand.
     compiled: the kernel that Triton picked at the first start, by its name, and its arguments in order. Later starts
     go straight to it: looking it up again would cost more host time than starting it.
     """
@@ -39,6 +40,7 @@ class Launch:
     edge_blocks: int
     constants: Mapping[str, object]
     num_warps: int
+    addresses: tuple[int, ...] = ()
     compiled: dict[str, tuple[Any, tuple[object, ...]]] = field(default_factory=dict, compare=False)
 
     @property
@@ -116,10 +118,12 @@ def make_launch(
     device: torch.device,
     constants: Mapping[str, object],
     num_warps: int,
+    address_columns: Sequence[int] = (),
 ) -> Launch:
     """Lay out a table, upload it on the device's current stream and return its launch.
 
     rows, counts: each tensor's row, and its numbers of full and edge blocks.
+    address_columns: columns of a row that hold addresses.
     """
     first_full = [0, *running_sums(full for full, _ in counts)]
     first_edge = [0, *running_sums(edge for _, edge in counts)]
@@ -130,4 +134,8 @@ def make_launch(
         host = table.pin_memory()
         table = host.to(device, non_blocking=True)
     constants = {**constants, "TENSORS": 1 << (len(rows) - 1).bit_length()}
-    return Launch(table, host, len(rows), first_full[-1], first_edge[-1], constants, num_warps)
+    first_row = len(header) + 2 * len(rows)
+    addresses = tuple(
+        first_row + number * len(row) + column for number, row in enumerate(rows) for column in address_columns
+    )
+    return Launch(table, host, len(rows), first_full[-1], first_edge[-1], constants, num_warps, addresses)

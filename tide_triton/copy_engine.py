@@ -25,13 +25,27 @@ class Batch:
     """Copies by their addresses: contiguous ones as the lists that CUDA takes, strided ones one by one.
 
     strided: (destination, its pitch, source, its pitch, width, rows), in bytes.
+    order: of each contiguous copy, then of each strided one, its number among the copies it was made from.
     """
 
     destinations: list[int]
     sources: list[int]
     sizes: list[int]
     strided: tuple[tuple[int, int, int, int, int, int], ...]
+    order: tuple[int, ...]
     is_reusable: bool = True
+
+    def moved(self, by: Sequence[int]) -> "Batch":
+        """The same copies from sources that lie `by` bytes further on, given per copy it was made from."""
+        whole = len(self.sources)
+        sources = [source + by[number] for source, number in zip(self.sources, self.order, strict=False)]
+        strided = tuple(
+            (dst, dst_pitch, src + by[number], src_pitch, width, rows)
+            for (dst, dst_pitch, src, src_pitch, width, rows), number in zip(
+                self.strided, self.order[whole:], strict=True
+            )
+        )
+        return Batch(self.destinations, sources, self.sizes, strided, self.order)
 
 
 def batch(copies: Sequence[AddressedCopy]) -> Batch:
@@ -42,7 +56,9 @@ def batch(copies: Sequence[AddressedCopy]) -> Batch:
         for dst, src, c in copies
         if c.rows > 1
     )
-    return Batch([d for d, _, _ in whole], [s for _, s, _ in whole], [n for _, _, n in whole], strided)
+    numbers = range(len(copies))
+    order = (*(n for n in numbers if copies[n][2].rows == 1), *(n for n in numbers if copies[n][2].rows > 1))
+    return Batch([d for d, _, _ in whole], [s for _, s, _ in whole], [n for _, _, n in whole], strided, order)
 
 
 class CudaCallError(RuntimeError):

@@ -14,9 +14,9 @@ import torch
 
 from tide_triton.kernels import prepare_accumulate
 from tide_triton.kernels.launch import Prepared
+from tide_triton.kernels.movable import Movable
 from tide_triton.layouts import Copy, LandingLayout, scatter_copies, shard
 from tide_triton.layouts.pieces import Range, clip, reduce_pieces
-from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Put
 from tide_triton.views import DTYPES, as_bytes, region_view
@@ -47,6 +47,14 @@ class _Cut:
     wire_nbytes: int
 
 
+@dataclass(slots=True)
+class _PutPlan:
+    """Puts by piece and peer, and where the gradients lay that they start from."""
+
+    addresses: dict[int, int]
+    puts: list[list[Put]]
+
+
 class ReduceScatter:
     """The reduce-scatter of one group on rank `rank`, for gradients of one dtype.
 
@@ -69,8 +77,9 @@ class ReduceScatter:
             ]
             for index, own in enumerate(self._shards)
         ]
-        self._puts: Programs[list[list[Put]]] = Programs()
-        self._sums: Programs[list[Prepared]] = Programs()
+        #: What was prepared, to be moved to where gradients and outputs lie the next time.
+        self._put_plans: dict[Hashable, _PutPlan] = {}
+        self._sum_plans: dict[Hashable, Movable] = {}
         self._cuts: dict[tuple[tuple[int, ...], int | None], _Cut] = {}
 
     def __call__(
@@ -97,19 +106,13 @@ class ReduceScatter:
             turn = slot.open(f"reduce-scatter of {what}", len(cut.pieces))
             for peer in turn.peers:
                 turn.await_credit(peer)
-            key = (slot, transport.piece_nbytes, cut.indices, *(gradient.data_ptr() for _, gradient in gradients))
-            puts = self._puts.get(key, lambda: _prepare_puts(slot, cut, by_index), _are_all_reusable)
-            for part, to_peers in enumerate(puts, start=1):
+            for part, to_peers in enumerate(self._puts(slot, cut, by_index), start=1):
                 for peer, put in zip(turn.peers, to_peers, strict=True):
                     transport.put(put)
                     turn.publish(peer, part)
             sent = transport.mark()
         with transport.lane("sum"):
-            sums_key: Hashable = (*key, outputs[0].dtype, reduction, *(output.data_ptr() for output in outputs))
-            sums = self._sums.get(
-                sums_key, lambda: self._prepare(slot, cut, by_index, outputs, reduction), _are_reusable
-            )
-            for part, add_up in enumerate(sums, start=1):
+            for part, add_up in enumerate(self._sums(slot, cut, by_index, outputs, reduction), start=1):
                 turn.await_part(part)
                 add_up(transport.stream)
             turn.is_complete = True
@@ -151,7 +154,25 @@ class ReduceScatter:
         """What of `span` this rank puts to its owner."""
         return clip(self._copies[owner][span.index], span, self.landing.tensors[span.index].itemsize)
 
-    def _prepare(
+    def _puts(self, slot: Slot, cut: "_Cut", gradients: Mapping[int, torch.Tensor]) -> list[list[Put]]:
+        """What goes to each peer, by piece."""
+        key = (slot, id(cut))
+        addresses = {index: gradient.data_ptr() for index, gradient in gradients.items()}
+        plan = self._put_plans.get(key)
+        if plan is None:
+            puts = _prepare_puts(slot, cut, gradients)
+            if not all(put.is_reusable for to_peers in puts for put in to_peers):
+                return puts
+            plan = self._put_plans[key] = _PutPlan(addresses, puts)
+        elif addresses != plan.addresses:
+            by = {index: address - plan.addresses[index] for index, address in addresses.items()}
+            for to_peers, by_owner in zip(plan.puts, cut.copies, strict=True):
+                for number, peer in enumerate(slot.peers):
+                    to_peers[number] = to_peers[number].moved([by[index] for index, _ in by_owner[peer]])
+            plan.addresses = addresses
+        return plan.puts
+
+    def _sums(
         self,
         slot: Slot,
         cut: "_Cut",
@@ -160,19 +181,37 @@ class ReduceScatter:
         reduction: Reduction,
     ) -> list[Prepared]:
         """The sums, by piece."""
-        into = dict(zip(gradients, outputs, strict=True))
+        tensors = (*gradients.values(), *outputs)
+        key = (slot, id(cut), reduction, outputs[0].dtype, *(output.numel() for output in outputs))
+        plan = self._sum_plans.get(key)
         with slot.transport.here():
-            return [
-                prepare_accumulate(
-                    [self._contributions(slot, span, gradients[span.index]) for span in piece],
-                    [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
-                    wire_dtype=reduction.wire_dtype,
-                    premultiply=reduction.premultiply,
-                    divisor=reduction.divisor,
-                    ctas=self._ctas,
-                )
-                for piece in cut.pieces
-            ]
+            if plan is not None and plan.move([tensor.data_ptr() for tensor in tensors]):
+                return plan.prepared
+            sums = self._prepare_sums(slot, cut, gradients, outputs, reduction)
+            if all(one.is_reusable for one in sums):
+                self._sum_plans[key] = Movable(sums, tensors)
+        return sums
+
+    def _prepare_sums(
+        self,
+        slot: Slot,
+        cut: "_Cut",
+        gradients: Mapping[int, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+    ) -> list[Prepared]:
+        into = dict(zip(gradients, outputs, strict=True))
+        return [
+            prepare_accumulate(
+                [self._contributions(slot, span, gradients[span.index]) for span in piece],
+                [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
+                wire_dtype=reduction.wire_dtype,
+                premultiply=reduction.premultiply,
+                divisor=reduction.divisor,
+                ctas=self._ctas,
+            )
+            for piece in cut.pieces
+        ]
 
     def _stop(self, span: Range, output: torch.Tensor) -> int:
         """The last span of a tensor takes its output's padding along."""
@@ -199,11 +238,3 @@ def _prepare_puts(slot: Slot, cut: _Cut, gradients: Mapping[int, torch.Tensor]) 
         ]
         for by_owner in cut.copies
     ]
-
-
-def _are_all_reusable(puts: Sequence[Sequence[Put]]) -> bool:
-    return all(put.is_reusable for to_peers in puts for put in to_peers)
-
-
-def _are_reusable(programs: Sequence[Prepared]) -> bool:
-    return all(program.is_reusable for program in programs)

@@ -40,6 +40,10 @@ class Put(Protocol):
         """Whether it holds addresses only, and keeps no tensor alive."""
         ...
 
+    def moved(self, by: Sequence[int]) -> "Put":
+        """The same copies from sources that lie `by` bytes further on, given per copy; only where reusable."""
+        ...
+
 
 class Window(Protocol):
     """Memory of `nbytes` bytes on this rank, with a twin on every other."""

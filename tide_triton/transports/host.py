@@ -66,6 +66,9 @@ class HostPut:
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     is_reusable: bool = False
 
+    def moved(self, by: Sequence[int]) -> Put:
+        raise NotImplementedError("views are made anew for every put")
+
 
 class HostTransport:
     """The host transport between the ranks of `rendezvous`, which must be processes of one machine.

@@ -83,13 +83,23 @@ def machine() -> str:
     return f"{len(found)}x-{found[0][0].lower().replace(' ', '-')}" if found else "cpu"
 
 
+def _loaded_nccl() -> str | None:
+    """The NCCL that is loaded, which need not be the one that torch was built with; None where nobody can tell."""
+    try:
+        import nccl.core
+    except ImportError:
+        return None
+    library = nccl.core.get_version().libnccl
+    return None if library is None else str(library.version)
+
+
 def metadata() -> Row:
     """What results depend on: GPU, driver, versions, commit, and settings from the environment."""
     import torch
     import triton
 
     found = gpus()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    built_with = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_SYMM", "NVSHMEM_D"))}
     return {
         "machine": machine(),
@@ -98,7 +108,8 @@ def metadata() -> Row:
         "driver": found[0][1] if found else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": nccl,
+        "nccl": _loaded_nccl() or built_with,
+        "nccl_of_torch": built_with,
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": commit(),

@@ -170,7 +170,9 @@ def _prepare(
             even=all(size % 16 == 0 for size in sizes),
             wide=any(cols + chosen.block >= 2**31 for _, _, cols in tensors),
         )
-        constants = variant.constants(chosen, persistent, interpreted(accumulate_kernel))
+        # A loop from tensor to tensor pays where most hold full blocks; many tiny ones are better found one by one.
+        pipelined = persistent and sum(full for full, _ in counts) >= len(counts)
+        constants = variant.constants(chosen, pipelined, interpreted(accumulate_kernel))
         premultiply, divisor = factors
         header = [float_bits(premultiply), float_bits(1.0 / divisor if variant.by_reciprocal else divisor)]
         addresses = (0, *(4 + 2 * rank for rank in range(len(variant.contributions))))

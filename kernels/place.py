@@ -114,7 +114,9 @@ def _prepare(
             even=all(src.numel % 16 == 0 for src, _, _ in pairs),
             wide=any(cols + tuning.block >= 2**31 for _, _, cols in pairs),
         )
-        constants = variant.constants(tuning, persistent, interpreted(place_kernel))
+        # A loop from pair to pair pays where most hold full blocks; many tiny ones are better found one by one.
+        pipelined = persistent and sum(full for full, _ in counts) >= len(counts)
+        constants = variant.constants(tuning, pipelined, interpreted(place_kernel))
         launches.append(make_launch((), rows, counts, device, constants, tuning.warps, (0, 1)))
     return tuple(launches)
 

@@ -35,6 +35,9 @@ def _is_int(value: object) -> bool:
 def check_dtype(dtype: object, what: str) -> None:
     """Raise SpecError unless `dtype` is a key of `ITEMSIZES`; `what` opens the message."""
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+        name = str(dtype).removeprefix("torch.")
+        if name in ITEMSIZES:
+            raise SpecError(f"{what} {dtype!r} must be given by its name, {name!r}")
         raise SpecError(f"{what} {dtype!r} has no layout; use one of {', '.join(ITEMSIZES)}")
 
 

@@ -1,5 +1,6 @@
 """The two collectives on their own: exact, over random layouts, with nothing written that should not be."""
 
+import gc
 import os
 import random
 import signal
@@ -215,3 +216,58 @@ def test_a_rank_killed_amid_gathers_is_named_by_the_others_with_the_phase() -> N
         assert isinstance(outcomes[rank], (PeerLostError, AbortedError))
         assert "rank 1 (pid" in str(outcomes[rank])
         assert "all-gather of Collectives" in str(outcomes[rank])
+
+
+def refuse_then_go_on(rank: int, world: int) -> list[str]:
+    """Calls that are refused on every rank leave the next, correct one alone."""
+    spec = GroupSpec(world, (TensorSpec("w", (4, 2), "bfloat16"), TensorSpec("u", (3,), "bfloat16")))
+    w, u = (torch.ones(shard(t, world, rank).shape) for t in spec.tensors)
+    gw, gu = torch.ones(4, 2), torch.ones(3)
+    messages = []
+    with Collectives(dist.group.WORLD, spec, timeout_s=10) as collectives:
+        for call in (
+            lambda: collectives.all_gather([w.long(), u]),
+            lambda: collectives.all_gather([w.to(torch.complex64), u]),
+            lambda: collectives.all_gather([w.to("meta"), u]),
+            lambda: collectives.all_gather([None, u]),  # type: ignore[list-item]
+            lambda: collectives.reduce_scatter([gw.to("meta"), gu]),
+            lambda: collectives.reduce_scatter([gw, gu.bfloat16()]),
+            lambda: collectives.reduce_scatter([gw, gu], dtype=torch.int32),
+            lambda: collectives.reduce_scatter([gw, None]),  # type: ignore[list-item]
+        ):
+            try:
+                call()
+            except SpecError as error:
+                messages.append(str(error))
+            gathered = collectives.all_gather([w, u])
+            assert all(bool((tensor == 1).all()) for tensor in gathered)
+            assert all(bool((tensor == 1).all()) for tensor in collectives.reduce_scatter([gw, gu]))
+    return messages
+
+
+def test_a_refused_call_names_the_tensor_and_leaves_the_next_one_alone(ranks: RankPools) -> None:
+    for messages in ranks(2).run(refuse_then_go_on):
+        assert len(messages) == 8
+        for message, name in zip(messages, ["'w'", "'w'", "'w'", "'w'", "'w'", "'u'", "dtype", "'u'"], strict=True):
+            assert name in message
+
+
+def drop_without_closing(rank: int, world: int) -> int:
+    """Descriptors left by collectives that are dropped without `close`."""
+    spec = GroupSpec(world, (TensorSpec("w", (4, 2), "bfloat16"),))
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    Collectives(dist.group.WORLD, spec, timeout_s=30)
+    before = descriptors()
+    for _ in range(20):
+        Collectives(dist.group.WORLD, spec, timeout_s=30).all_gather(
+            [torch.ones(shard(spec.tensors[0], world, rank).shape)]
+        )
+    return descriptors() - before
+
+
+def test_collectives_that_are_dropped_give_everything_back(ranks: RankPools) -> None:
+    assert max(ranks(2).run(drop_without_closing)) <= 0

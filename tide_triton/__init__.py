@@ -31,6 +31,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: layouts and the planner need no torch.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tide_triton")
     if name not in _HOMES:
         raise AttributeError(f"module 'tide_triton' has no attribute {name!r}")
     import importlib

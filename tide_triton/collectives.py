@@ -6,6 +6,7 @@ with Collectives(process_group, spec) as collectives:
     gw, gb = collectives.reduce_scatter([w_grad, b_grad])      # fresh fp32 shards, averaged
 """
 
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -14,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from tide_triton.all_gather import AllGather
-from tide_triton.errors import MismatchError
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, shard
 from tide_triton.reduce_scatter import ReduceScatter, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
-from tide_triton.views import dtype_name
+from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import SlotPool
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Collectives:
@@ -29,6 +31,8 @@ class Collectives:
 
     group: a process group whose size is `spec.world_size`; every rank makes the same calls in the same order.
     transport, timeout_s: as in `tide_triton.attach`.
+
+    Arguments are checked on each rank before anything moves; a call that one rank refuses is one that the others make.
 
     One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned, and gradients land
     beside it. Close it, or use it as a context manager, to give the windows back.
@@ -49,6 +53,9 @@ class Collectives:
         if group.size() != spec.world_size:
             raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
         device = torch.device(device)
+        if str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
         select.check(transport, device)
         self.spec = spec
         self.rank: int = group.rank()
@@ -66,6 +73,9 @@ class Collectives:
         except BaseException:
             self._pool.close()
             raise
+        # For one that is dropped without `close`. The pool does not know this object.
+        self._finalizer = weakref.finalize(self, self._pool.close)
+        self._finalizer.atexit = False
 
     def all_gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The unsharded tensors, of the spec's shapes and dtypes, as views of the slot.
@@ -85,7 +95,7 @@ class Collectives:
         gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
         dtype: of the result, and what contributions wider than it are rounded to before the sum.
         """
-        grad_dtype = self._check_gradients(gradients)
+        grad_dtype = self._check_gradients(gradients, dtype)
         reducer = self._reducers.get(grad_dtype)
         if reducer is None:
             landing = LandingLayout(self.spec, dtype_name(grad_dtype))
@@ -115,25 +125,42 @@ class Collectives:
         self.close()
 
     def _check_shards(self, shards: Sequence[torch.Tensor]) -> None:
-        if len(shards) != len(self.spec.tensors):
-            raise SpecError(f"shards has {len(shards)} tensors, the spec {len(self.spec.tensors)}")
+        self._check_tensors(shards, "shards", "shard")
         for tensor, given in zip(self.spec.tensors, shards, strict=True):
             own = shard(tensor, self.spec.world_size, self.rank)
+            what = f"the shard of '{tensor.name}' on rank {self.rank}"
             if not given.is_contiguous() or given.numel() not in (own.numel, own.padded_numel):
                 raise SpecError(
-                    f"the shard of '{tensor.name}' on rank {self.rank} must be contiguous with shape "
-                    f"{list(own.shape)}, got {list(given.shape)} with strides {list(given.stride())}"
+                    f"{what} must be contiguous with shape {list(own.shape)}, got {list(given.shape)} with strides "
+                    f"{list(given.stride())}"
                 )
+            castable = given.dtype in _FLOATS and DTYPES[tensor.dtype] in _FLOATS
+            if given.dtype != DTYPES[tensor.dtype] and not castable:
+                raise SpecError(f"{what} is {given.dtype}, which cannot be cast to {tensor.dtype}; pass a float dtype")
 
-    def _check_gradients(self, gradients: Sequence[torch.Tensor]) -> torch.dtype:
-        if len(gradients) != len(self.spec.tensors):
-            raise SpecError(f"gradients has {len(gradients)} tensors, the spec {len(self.spec.tensors)}")
+    def _check_gradients(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtype:
+        self._check_tensors(gradients, "gradients", "gradient")
         for tensor, gradient in zip(self.spec.tensors, gradients, strict=True):
             if tuple(gradient.shape) != tensor.shape:
                 raise SpecError(
                     f"the gradient of '{tensor.name}' must have shape {list(tensor.shape)}, got {list(gradient.shape)}"
                 )
-        dtypes = {g.dtype for g in gradients}
-        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            raise MismatchError(f"gradients must share one float dtype, got {sorted(map(str, dtypes))}")
-        return next(iter(dtypes))
+            if gradient.dtype not in _FLOATS or gradient.dtype != gradients[0].dtype:
+                raise SpecError(
+                    f"the gradient of '{tensor.name}' is {gradient.dtype}; gradients must share one of "
+                    f"{', '.join(map(str, _FLOATS))}, and the first is {gradients[0].dtype}"
+                )
+        if dtype not in _FLOATS:
+            raise SpecError(f"dtype must be one of {', '.join(map(str, _FLOATS))}, got {dtype!r}")
+        return gradients[0].dtype
+
+    def _check_tensors(self, given: Sequence[torch.Tensor], name: str, kind: str) -> None:
+        if len(given) != len(self.spec.tensors):
+            raise SpecError(f"{name} has {len(given)} tensors, the spec {len(self.spec.tensors)}")
+        for tensor, value in zip(self.spec.tensors, given, strict=True):
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+                raise SpecError(f"the {kind} of '{tensor.name}' must be a torch.Tensor, got {type(value).__name__}")
+            if value.device != self._device:
+                raise SpecError(
+                    f"the {kind} of '{tensor.name}' is on {value.device}, these collectives on {self._device}"
+                )

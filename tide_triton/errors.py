@@ -1,4 +1,32 @@
-"""What can go wrong, as types: each message names the parameter, the value and the way out."""
+"""What can go wrong, as types: each message names the parameter, the value and the way out.
+
+TideError               while tensors move
+    PeerError           another rank is why: PeerLostError, WaitTimeoutError, AbortedError
+    MismatchError       ranks disagree
+    SlotConflictError   two groups need one slot
+    SharedMemoryError   no room for a window (an OSError too)
+AttachError             attach or detach cannot work with what it was given (a ValueError); UnsupportedError
+SpecError               a layout that cannot be laid out (a ValueError); SlotShortageError
+"""
+
+import errno
+
+from tide_triton.layouts import SlotShortageError, SpecError
+
+__all__ = [
+    "AbortedError",
+    "AttachError",
+    "MismatchError",
+    "PeerError",
+    "PeerLostError",
+    "SharedMemoryError",
+    "SlotConflictError",
+    "SlotShortageError",
+    "SpecError",
+    "TideError",
+    "UnsupportedError",
+    "WaitTimeoutError",
+]
 
 
 class TideError(RuntimeError):
@@ -30,7 +58,11 @@ class SlotConflictError(TideError):
 
 
 class SharedMemoryError(TideError, OSError):
-    """The shared memory of this machine cannot hold a window."""
+    """The shared memory of this machine, or the memory of a device, cannot hold a window."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOSPC
 
 
 class AttachError(ValueError):

@@ -56,7 +56,10 @@ def summary(results: Results) -> Group:
         f"{r.steps} steps of a {r.parameters:,}-parameter GPT on {r.data.bytes:,} bytes of {r.data.name}, "
         f"{r.ranks} ranks, transport '{r.transport}'"
     )
-    note = Text("calls and bytes are sums over the ranks")
+    note = Text(
+        "losses are means over the ranks, calls and bytes sums; seconds leave out the first step, and on ranks that "
+        "share cores they say nothing of GPUs"
+    )
     return Group(Text(title), _table(results), note, Text(), _verdicts(results))
 
 
@@ -104,6 +107,7 @@ def plot(results: Results, path: Path) -> None:
     """Draw both losses, and what lies between them, into `path`, in the format of its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -118,6 +122,10 @@ def plot(results: Results, path: Path) -> None:
     apart = [abs(t - s) for t, s in zip(results.loss.tide, results.loss.stock, strict=True)]
     differences.plot(steps, apart, color="tab:red", marker=".")
     differences.set_ylabel("|TIDE - stock|")
+    differences.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if results.equals_stock:
+        differences.set_ylim(-0.5, 0.5)
+        differences.set_yticks([0.0])
     differences.set_xlabel("step")
     if results.equals_stock:
         differences.set_title("bitwise equal in every step", fontsize="medium")

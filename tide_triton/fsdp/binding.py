@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tide_triton.all_gather import AllGather, Gathering
-from tide_triton.errors import SlotConflictError, UnsupportedError
+from tide_triton.errors import AttachError, SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.internals import FSDPParam, GroupSite
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
@@ -83,6 +83,17 @@ class GroupBinding:
             self._bound = False
             if self.slot is not None and self.slot.window.nbytes < self.layout.nbytes:
                 self.move_to(self.domain.grow(self))
+
+    def require_comms(self) -> None:
+        """Raise AttachError where the group was given another communication since `attach`."""
+        comms = (self.group._all_gather_comm, self.group._reduce_scatter_comm)
+        for comm in comms:
+            if getattr(comm, "binding", None) is not self:
+                raise AttachError(
+                    f"group '{self.name}' was given {type(comm).__name__} while attached; call tide_triton.detach "
+                    f"first, and attach again where TIDE is wanted: groups with a communication of their own are left "
+                    f"alone"
+                )
 
     # --- the slot ---
 
@@ -178,6 +189,13 @@ class GroupBinding:
     def put_off(self) -> None:
         """Leave the slot to a group that needs it sooner, and gather again once these parameters are waited for."""
         self._deferred, self._gathering, self._reusing = True, None, False
+
+    @property
+    def slot_label(self) -> str:
+        """What its slot is called in reports; with several meshes, with the ranks that share it."""
+        if self.slot is None:
+            return "-"
+        return f"{self.slot.label}{self.domain.label}"
 
     # --- the all-gather, in FSDP2's steps ---
 

@@ -33,6 +33,8 @@ class Domain:
         self._meeting = meeting
         self.transport = transport
         self.why_transport = why_transport
+        #: Tells this domain's slots from those of others in reports; empty where there is but one domain.
+        self.label = ""
         self.pool = SlotPool(transport)
         self.bindings = [GroupBinding(site, self, strict=strict, reuse=reuse) for site in sites]
         #: Slots in which groups take turns, at each depth of nesting.

@@ -77,6 +77,7 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
         self._tide_binding.dtypes_changed()
 
     def unshard(self, async_op: bool = False) -> None:
+        self._tide_binding.require_comms()
         super().unshard(async_op)
         result = self._all_gather_result
         if result is not None and isinstance(result.all_gather_output, GatherTicket):
@@ -97,6 +98,7 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
 
     def post_backward(self, *unused: Any) -> None:
         binding = self._tide_binding
+        binding.require_comms()
         binding.begin_reduce()
         try:
             super().post_backward(*unused)

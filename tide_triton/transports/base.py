@@ -142,6 +142,11 @@ class Transport(Protocol):
         """Go on, in the order that is current, only after `mark`."""
         ...
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether a PeerError has made this transport unusable."""
+        ...
+
     def abort(self, reason: str) -> None:
         """Tell every peer that this rank gives up, so that they raise instead of waiting."""
         ...

@@ -146,7 +146,7 @@ class DeviceTransport(abc.ABC):
             if a.fd < 0:
                 raise SharedMemoryError(
                     f"rank {self.global_ranks[peer]} has no device memory for {what}: {total} bytes wanted"
-                    + (f", {free} bytes free; pass fewer slots" if peer == self.rank else "")
+                    + (f", {free} bytes free; hold less at once (fewer slots)" if peer == self.rank else "")
                 )
         memory = self._symmetric(total)
         memory.own[: header_nbytes(self.world_size)].zero_()
@@ -222,6 +222,10 @@ class DeviceTransport(abc.ABC):
         if mark is not None:
             assert isinstance(mark, torch.cuda.Event)
             self._current().wait_event(mark)
+
+    @property
+    def gave_up(self) -> bool:
+        return self._failure is not None
 
     def abort(self, reason: str) -> None:
         self._peers.abort(reason)

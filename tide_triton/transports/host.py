@@ -182,6 +182,10 @@ class HostTransport:
     def after(self, mark: Mark | None) -> None:
         """Calls return when their work is done."""
 
+    @property
+    def gave_up(self) -> bool:
+        return self._peers.aborted
+
     def abort(self, reason: str) -> None:
         self._peers.abort(reason)
 

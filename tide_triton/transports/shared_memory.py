@@ -26,7 +26,7 @@ def create(nbytes: int, what: str) -> int:
         os.close(fd)
         if error.errno != errno.ENOSPC:
             raise
-        raise SharedMemoryError(errno.ENOSPC, shortage(nbytes, what)) from error
+        raise SharedMemoryError(shortage(nbytes, what)) from error
     return fd
 
 
@@ -35,7 +35,8 @@ def shortage(nbytes: int, what: str) -> str:
     free = os.statvfs(DIRECTORY)
     return (
         f"{DIRECTORY} is too small for {what}: {nbytes} bytes wanted, {free.f_bavail * free.f_frsize} bytes free; "
-        f"enlarge it (docker run --shm-size=..., mount -o remount,size=... {DIRECTORY}) or pass fewer slots"
+        f"enlarge it (docker run --shm-size=..., mount -o remount,size=... {DIRECTORY}) or hold less at once (fewer "
+        f"slots)"
     )
 
 

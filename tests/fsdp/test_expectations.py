@@ -533,7 +533,7 @@ def _fails_on_one(rank: int, world_size: int, mesh: str, at: int) -> dict[str, A
     def short(nbytes: int, what: str) -> int:
         made[0] += 1
         if rank == world_size - 1 and made[0] == at:
-            raise SharedMemoryError(28, "no room on purpose")
+            raise SharedMemoryError("no room on purpose")
         return create(nbytes, what)
 
     gc.collect()

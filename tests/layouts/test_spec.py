@@ -40,7 +40,7 @@ def test_every_dtype_is_one_of_torch_with_its_size(dtype: str) -> None:
         ({"shape": (7, True)}, r"tensor 'w': shape must hold integers >= 0, got \[7, True\]"),
         ({"shape": "73"}, r"tensor 'w': shape must hold integers >= 0, got \['7', '3'\]"),
         ({"dtype": "bf16"}, "tensor 'w': dtype 'bf16' has no layout; use one of float64, float32, bfloat16"),
-        ({"dtype": torch.bfloat16}, "tensor 'w': dtype torch.bfloat16 has no layout"),
+        ({"dtype": torch.bfloat16}, "tensor 'w': dtype torch.bfloat16 must be given by its name, 'bfloat16'"),
         ({"dtype": ["bfloat16"]}, r"tensor 'w': dtype \['bfloat16'\] has no layout"),
         ({"shard_dim": 2}, r"tensor 'w': shard_dim must be 0 to 1 for shape \[7, 3\], got 2"),
         ({"shard_dim": -1}, r"tensor 'w': shard_dim must be 0 to 1 for shape \[7, 3\], got -1"),

@@ -91,6 +91,14 @@ def wait_forever(rank: int, world: int, timeout_s: float) -> float:
     return time.monotonic() - started
 
 
+def go_different_ways(rank: int, world: int) -> None:
+    """Each rank waits for the other, in another collective."""
+    transport = opened(1.0)
+    window = transport.allocate(8, "0", "a window")
+    time.sleep(0.5 * rank)
+    transport.wait(window, 1 - rank, READY, 1, f"all-gather of 'blocks.{rank}': credit")
+
+
 def wait_for_a_peer_that_is_killed(rank: int, world: int, timeout_s: float) -> None:
     transport = opened(timeout_s)
     window = transport.allocate(1 << 20, "0", "a window")

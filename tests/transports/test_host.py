@@ -46,6 +46,15 @@ def test_a_wait_that_takes_too_long_raises_on_every_rank_and_names_who_waited_fo
         assert "for rank 1" in str(outcomes[rank])
 
 
+def test_ranks_that_go_different_ways_are_told_where_each_of_them_is() -> None:
+    with fresh_ranks(2) as group:
+        outcomes = group.outcomes(jobs.go_different_ways)
+    assert isinstance(outcomes[0], WaitTimeoutError)
+    for outcome in outcomes:
+        assert "rank 0 waited 1 s in all-gather of 'blocks.0': credit for rank 1" in str(outcome)
+        assert "while rank 1 waits for rank 0 in all-gather of 'blocks.1': credit" in str(outcome)
+
+
 def test_a_killed_peer_is_named_at_once_and_leaves_nothing_behind() -> None:
     with fresh_ranks(3) as group:
         group.start(jobs.wait_for_a_peer_that_is_killed, 60.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from tide_triton.errors import AttachError, PeerError, TideError
+from tide_triton.errors import AttachError, PeerError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.checks import (
@@ -114,8 +114,8 @@ def attach(
             except PeerError:
                 # Whoever is missing here would be missing below.
                 raise
-            except (TideError, ValueError, OSError) as error:
-                # All ranks of this group are here with it; those of the next one wait for this rank.
+            except Exception as error:
+                # Whatever it is, the other ranks wait for this one: they are told at the next meeting.
                 problem = problem or error
         agree_that_all_is_well(meetings.values(), problem, "attach: allocating slots")
     except BaseException:

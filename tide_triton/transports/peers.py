@@ -7,7 +7,7 @@ Every rank owns one small segment, mapped by all, with the things that the other
     word 2           how many windows it has mapped from everyone
     word 3           1 + the rank it is waiting for, 0 while it is not
     words 8..        the last windows announced: file descriptor (-1: no memory for it), bytes, digest
-    then             why it gave up, as text
+    then             why it gave up, as text; and last, what it is waiting in
 """
 
 import mmap
@@ -26,6 +26,7 @@ _ABORTED, _ANNOUNCED, _MAPPED, _WAITING, _TABLE = 0, 1, 2, 3, 8
 _KEPT = 8
 _TEXT = (_TABLE + 3 * _KEPT) * 8
 _NBYTES = 4096
+_WHAT = _NBYTES - 512
 #: Seconds between looks at whether peers are alive: rare enough to cost nothing, often enough to fail fast.
 _CHECK_EVERY_S = 0.02
 
@@ -104,6 +105,8 @@ class Peers:
         if done():
             return
         own = self._words[self.rank]
+        text = what.encode()[: _NBYTES - _WHAT]
+        self._segments[self.rank][_WHAT:_NBYTES] = text.ljust(_NBYTES - _WHAT, b"\0")
         own[_WAITING] = peer + 1
         try:
             self._wait(done, peer, what)
@@ -153,7 +156,8 @@ class Peers:
         chain, seen = "", {self.rank}
         while peer not in seen and (waits_for := self._words[peer][_WAITING]):
             seen.add(peer)
-            chain += f", rank {self.global_ranks[peer]} for rank {self.global_ranks[waits_for - 1]}"
+            own, its = self.global_ranks[peer], self.global_ranks[waits_for - 1]
+            chain += f", while rank {own} waits for rank {its} in {self._text(peer, _WHAT, _NBYTES)}"
             peer = waits_for - 1
         return chain
 
@@ -168,7 +172,7 @@ class Peers:
         """Give up, and let the others know why. The first reason stands."""
         if self._words[self.rank][_ABORTED] > 0:
             return
-        text = reason.encode()[: _NBYTES - _TEXT]
+        text = reason.encode()[: _WHAT - _TEXT]
         self._segments[self.rank][_TEXT : _TEXT + len(text)] = text
         self._words[self.rank][_ABORTED] = self.rank + 1
 
@@ -180,7 +184,10 @@ class Peers:
         return ""
 
     def _reason(self, other: int) -> str:
-        return bytes(self._segments[other][_TEXT:_NBYTES]).rstrip(b"\0").decode(errors="replace")
+        return self._text(other, _TEXT, _WHAT)
+
+    def _text(self, other: int, start: int, stop: int) -> str:
+        return bytes(self._segments[other][start:stop]).rstrip(b"\0").decode(errors="replace")
 
     @property
     def aborted(self) -> bool:

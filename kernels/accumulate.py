@@ -57,7 +57,8 @@ def default_tuning(world_size: int, loaded_bytes: int) -> Tuning:
     `add`, the output.
 
     32768 elements over all contributions: 8192 x 16 warps for W = 2 and 4, 4096 x 16 for W = 8 and 2048 x 8 for W = 16,
-    which measured best on H200 with bf16 and 3 stages (docs/notes.md). Fewer stages where that does not fit.
+    of a few settings tried on an H200 with bf16; `python -m bench kernels` times W = 2 and 8. Fewer stages where
+    that does not fit.
     """
     block = min(8192, max(1024, 32768 // triton.next_power_of_2(world_size)))
     while block > 1024 and block * loaded_bytes * 3 > _PIPELINE_BYTES:

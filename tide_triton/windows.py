@@ -119,7 +119,7 @@ class SlotPool:
         self.transport = transport
         self.slots: list[Slot] = []
         self._added = 0
-        self._landings: list[Slot] = []
+        self._landing: Slot | None = None
 
     def add(self, nbytes: int, digest: str, what: str) -> Slot:
         """A new slot of `nbytes` bytes. Raises what `Transport.allocate` raises."""
@@ -133,16 +133,14 @@ class SlotPool:
 
         Grows to the largest landing asked for, and stays.
         """
-        for slot in self._landings:
-            if slot.window.nbytes >= nbytes:
-                return slot
-        for slot in self._landings:
-            slot.close()
-            self.slots.remove(slot)
-        landing = self.add(nbytes, digest, "the landing of gradients")
-        landing.label = "landing"
-        self._landings = [landing]
-        return landing
+        if self._landing is None or self._landing.window.nbytes < nbytes:
+            # The new one first: making it waits until nothing is on its way into the old one, or being read from it.
+            outgrown, self._landing = self._landing, self.add(nbytes, digest, "the landing of gradients")
+            self._landing.label = "landing"
+            if outgrown is not None:
+                self.slots.remove(outgrown)
+                outgrown.close()
+        return self._landing
 
     @property
     def nbytes(self) -> int:
@@ -154,5 +152,5 @@ class SlotPool:
         for slot in self.slots:
             slot.close()
         self.slots.clear()
-        self._landings.clear()
+        self._landing = None
         self.transport.close()

@@ -37,7 +37,7 @@ class Domain:
         self.label = ""
         self.pool = SlotPool(transport)
         self.bindings = [GroupBinding(site, self, strict=strict, reuse=reuse) for site in sites]
-        #: Slots in which groups take turns, at each depth of nesting.
+        #: Slots in which groups take turns, at the depth of nesting that has most.
         self.slot_count = 0
         #: How many slots were added because groups were held longer than planned.
         self.grown = 0
@@ -61,7 +61,8 @@ class Domain:
         ]
         for binding, index in zip(self.bindings, rotation.slot_of, strict=True):
             binding.slot = made[index]
-        self.slot_count = max((sum(1 for i in set(rotation.slot_of) if i >= 0), 1))
+        taken = {(use.depth, index) for use, index in zip(uses, rotation.slot_of, strict=True) if use.depth is not None}
+        self.slot_count = max((sum(d == depth for d, _ in taken) for depth in range(len(depths))), default=0)
 
     def grow(self, binding: GroupBinding) -> Slot:
         """A slot for `binding` alone."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tide_triton.copy_engine import Batch, CopyEngine, batch
-from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
+from tide_triton.errors import PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window
@@ -72,6 +72,10 @@ class DeviceWindow:
         if not (0 <= counter < COUNTERS and 0 <= of < world):
             raise IndexError(f"counter {counter} of rank {of} is not one of {COUNTERS} x {world}")
         return self.addresses[at] + (counter * world + of) * 4
+
+    @property
+    def is_open(self) -> bool:
+        return self._keep is not None
 
     def close(self) -> None:
         self._keep = None
@@ -135,13 +139,7 @@ class DeviceTransport(abc.ABC):
         self._peers.announce(serial, Announcement(0 if free >= total else -1, nbytes, signed(digest)))
         others = [self._peers.announcement(peer, serial, f"allocating {what}") for peer in range(self.world_size)]
         self._peers.mapped(serial, f"allocating {what}")
-        for peer, a in enumerate(others):
-            if a.nbytes != nbytes or a.digest != signed(digest):
-                raise MismatchError(
-                    f"ranks disagree on {what}: rank {self.global_ranks[self.rank]} wants {nbytes} bytes (layout "
-                    f"{digest}), rank {self.global_ranks[peer]} {a.nbytes} bytes; parameters must have the same shapes "
-                    f"and dtypes on every rank"
-                )
+        self._peers.require_same(others, nbytes, digest, what)
         for peer, a in enumerate(others):
             if a.fd < 0:
                 raise SharedMemoryError(
@@ -156,7 +154,7 @@ class DeviceTransport(abc.ABC):
         # Nobody may signal before everyone's counters are zero.
         self._peers.mapped(serial, f"allocating {what}")
         window = DeviceWindow(nbytes, self.rank, memory)
-        self._windows.append(window)
+        self._windows = [*(known for known in self._windows if known.is_open), window]
         return window
 
     def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Batch:
@@ -264,7 +262,7 @@ class DeviceTransport(abc.ABC):
         self._peers.abort(reason)
         with torch.cuda.device(self.device):
             release = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            for window in self._windows:
+            for window in [known for known in self._windows if known.is_open]:
                 for counter in range(COUNTERS):
                     for peer in range(self.world_size):
                         value = (window.latest + (1 << 30)) % _WORD

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tide_triton.errors import MismatchError, PeerError, SharedMemoryError
+from tide_triton.errors import PeerError, SharedMemoryError
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
@@ -118,13 +118,7 @@ class HostTransport:
         finally:
             if fd >= 0:
                 shared_memory.release(fd)
-        for peer, a in enumerate(others):
-            if a.nbytes != nbytes or a.digest != signed(digest):
-                raise MismatchError(
-                    f"ranks disagree on {what}: rank {self.global_ranks[self.rank]} wants {nbytes} bytes (layout "
-                    f"{digest}), rank {self.global_ranks[peer]} {a.nbytes} bytes; parameters must have the same shapes "
-                    f"and dtypes on every rank"
-                )
+        self._peers.require_same(others, nbytes, digest, what)
         if shortage is not None:
             raise shortage
         for peer, a in enumerate(others):

@@ -14,10 +14,10 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tide_triton.errors import AbortedError, PeerLostError, WaitTimeoutError
+from tide_triton.errors import AbortedError, MismatchError, PeerLostError, WaitTimeoutError
 from tide_triton.transports import shared_memory
 from tide_triton.transports.rendezvous import Rendezvous
 
@@ -92,6 +92,16 @@ class Peers:
         words, at = self._words[peer], _TABLE + 3 * (serial % _KEPT)
         self.wait(lambda: words[_ANNOUNCED] > serial, peer, what)
         return Announcement(words[at], words[at + 1], words[at + 2])
+
+    def require_same(self, others: Sequence[Announcement], nbytes: int, digest: str, what: str) -> None:
+        """Raise MismatchError unless all ranks announced a window of `nbytes` bytes for the layout `digest`."""
+        for peer, announced in enumerate(others):
+            if announced.nbytes != nbytes or announced.digest != signed(digest):
+                raise MismatchError(
+                    f"ranks disagree on {what}: rank {self.global_ranks[self.rank]} wants {nbytes} bytes (layout "
+                    f"{digest}), rank {self.global_ranks[peer]} {announced.nbytes} bytes; parameters must have the "
+                    f"same shapes and dtypes on every rank"
+                )
 
     def mapped(self, serial: int, what: str) -> None:
         """Say that this rank has mapped window `serial` of every peer, and wait until all have."""

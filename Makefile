@@ -19,7 +19,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test lint types unit test-gpu wheel clean
+.PHONY: setup demo test lint types unit test-matrix test-gpu wheel clean
 
 setup: $(READY)
 
@@ -51,6 +51,10 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Parity in every combination of Slot-Reuse and ring depth, of which `make test` runs one in six.
+test-matrix: $(READY)
+	$(BIN)/python -m pytest -m matrix -n $(JOBS)
 
 # Two NVIDIA GPUs; skipped, and said so, elsewhere.
 test-gpu: $(READY)

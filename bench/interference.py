@@ -37,7 +37,7 @@ def run(
 ) -> Iterator[Row]:
     """One row per collective, "nothing" first. shape: (M, N, K) of the bf16 GEMM."""
     import tide_triton
-    from tide_triton.fsdp.binding import SUM_CTAS
+    from tide_triton.fsdp.group_reduce import SUM_CTAS
 
     assert dist.group.WORLD is not None
     m, n, k = shape

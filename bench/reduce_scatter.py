@@ -42,7 +42,7 @@ class TideReduce:
         spec = collectives.spec
         landing = LandingLayout(spec, "bfloat16")
         self._reduce = ReduceScatter(landing, here.rank, ctas=ctas)
-        self._slot = collectives._pool.landing(landing.nbytes, spec.digest)
+        self._through = collectives._ring
         self._traffic = collectives.reduce_traffic
         self._gradients = list(enumerate(gradients))
         self._numels = padded_numels(spec)
@@ -53,7 +53,7 @@ class TideReduce:
         """This rank's padded shards, 1-D, fresh."""
         flat = torch.empty(sum(self._numels), device=self._device)
         outputs = list(torch.split(flat, self._numels))
-        self._reduce(self._slot, self._gradients, outputs, self._reduction, "bench", self._traffic)
+        self._reduce(self._through, self._gradients, outputs, self._reduction, "bench", self._traffic)
         return outputs
 
 
@@ -72,7 +72,7 @@ def run(here: Here, timer: Timer, cases: list[Case], transport: TransportName) -
 
 def _case(here: Here, timer: Timer, case: Case, zero: ZeroCta, transport: TransportName) -> Row:
     import tide_triton
-    from tide_triton.fsdp.binding import SUM_CTAS
+    from tide_triton.fsdp.group_reduce import SUM_CTAS
 
     assert dist.group.WORLD is not None
     spec = case.spec

@@ -12,38 +12,79 @@ derivations to each other.
     topology.Topology                   ranks as nodes x GPUs, and the rails between nodes
     schedule.flat                       who sends to whom, in which order
     rotation.assign                     which group uses which slot
+
+Over many nodes:
+
+    rails.sends, rails.forwards         the all-gather, block by block: over rails, and on inside the node
+    pacing.Pacing, pacing.cut           how much is under way at once: chunks, and a window over them
+    queues.rail_queue, .local_queue     the all-gather, chunk by chunk, and what each put waits for
+    hierarchy.Hierarchy                 the reduce-scatter: node by node, in rings of a fixed size
+    loads.gather_load, .reduce_load     what they cost a rank: rounds, bytes, memory
 """
 
+from tide_triton.layouts.hierarchy import Buffer, Hierarchy
+from tide_triton.layouts.loads import Load, gather_load, reduce_load
+from tide_triton.layouts.pacing import Pacing, Wait, cut, cut_slices
+from tide_triton.layouts.queues import ChunkPut, PutQueue, arrivals, block_sizes, local_queue, rail_queue
+from tide_triton.layouts.rails import Forward, Receive, Send, forwards, receives, rounds, sends
 from tide_triton.layouts.rotation import GroupUse, Rotation, SlotShortageError, assign
 from tide_triton.layouts.schedule import flat
 from tide_triton.layouts.shards import Region, Shard, chunk_size, shard
 from tide_triton.layouts.slots import ALIGNMENT, LandingLayout, Place, SlotLayout
 from tide_triton.layouts.spec import ITEMSIZES, GroupSpec, SpecError, TensorSpec
+from tide_triton.layouts.steps import FinalSum, LocalPut, LocalSum, RailPut, Step
 from tide_triton.layouts.topology import Topology
 from tide_triton.layouts.transfers import Copy, execute, gather_copies, merge, scatter_copies
 
 __all__ = [
     "ALIGNMENT",
     "ITEMSIZES",
+    "Buffer",
+    "ChunkPut",
     "Copy",
+    "FinalSum",
+    "Forward",
     "GroupSpec",
     "GroupUse",
+    "Hierarchy",
     "LandingLayout",
+    "Load",
+    "LocalPut",
+    "LocalSum",
+    "Pacing",
     "Place",
+    "PutQueue",
+    "RailPut",
+    "Receive",
     "Region",
     "Rotation",
+    "Send",
     "Shard",
     "SlotLayout",
     "SlotShortageError",
     "SpecError",
+    "Step",
     "TensorSpec",
     "Topology",
+    "Wait",
+    "arrivals",
     "assign",
+    "block_sizes",
     "chunk_size",
+    "cut",
+    "cut_slices",
     "execute",
     "flat",
+    "forwards",
     "gather_copies",
+    "gather_load",
+    "local_queue",
     "merge",
+    "rail_queue",
+    "receives",
+    "reduce_load",
+    "rounds",
     "scatter_copies",
+    "sends",
     "shard",
 ]

@@ -10,12 +10,11 @@ few pieces do, if each is in proportion to its neighbour:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
+from tide_triton.layouts.ranges import Range
 from tide_triton.layouts.shards import shard
 from tide_triton.layouts.slots import LandingLayout, SlotLayout
-from tide_triton.layouts.transfers import Copy
 
 #: How much larger a gather's piece is than the one before: casting outruns the link by more than this.
 GATHER_GROWTH: Final = 3.0
@@ -47,15 +46,6 @@ def gather_pieces(layout: SlotLayout, smallest: int | None) -> tuple[tuple[int, 
     if filling:
         pieces.append(tuple(filling))
     return tuple(pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Elements `start` to `stop` of tensor `index`'s padded shard, in the order of its contiguous form."""
-
-    index: int
-    start: int
-    stop: int
 
 
 def reduce_pieces(
@@ -124,16 +114,3 @@ def _cut(landing: LandingLayout, part: Range, room: int, cut: int) -> tuple[Rang
         return None, part
     middle = part.start + fitting
     return Range(part.index, part.start, middle), Range(part.index, middle, part.stop)
-
-
-def clip(copy: Copy | None, part: Range, itemsize: int) -> Copy | None:
-    """What of `copy`, which moves a whole shard, falls into `part`; None where nothing does."""
-    if copy is None:
-        return None
-    if copy.rows > 1:
-        return copy
-    start, stop = part.start * itemsize, min(part.stop * itemsize, copy.width)
-    if start >= stop:
-        return None
-    width = stop - start
-    return Copy(copy.src_offset + start, copy.dst_offset + start, 1, width, width, width)

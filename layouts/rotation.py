@@ -5,8 +5,8 @@ slots. A parameter must come back at the same address between forward and backwa
 group has one slot for good. Groups follow each other in the order of the model's modules; with `n` slots, group `j`
 takes slot `j % n`, and neighbours never share one:
 
-    group   0  1  2  3  4  5        needed: the group that computes, and those gathered ahead of it
-    slot    0  1  2  0  1  2        spare:  one more, in which the previous group's gradients may still land
+    group   0  1  2  3  4  5        one slot for the group that computes, and one for each gathered ahead of it
+    slot    0  1  2  0  1  2        (here two)
 
 Groups nested in each other are unsharded together, so each depth of nesting rotates in slots of its own. A group that
 stays unsharded (the root, `reshard_after_forward=False`) has a slot to itself.
@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_triton.layouts.spec import SpecError
-
-#: Slots beyond those that gathers need, so that a group's gradients can land while the next ones are gathered.
-SPARE = 1
 
 
 class SlotShortageError(SpecError):
@@ -50,7 +47,7 @@ def assign(groups: Sequence[GroupUse], prefetch: int, slots: int | None = None) 
     """Give every group a slot.
 
     prefetch: how many groups are gathered ahead of the one that computes, at most.
-    slots: slots per depth of nesting in which groups rotate; None for as many as `prefetch` needs and one spare.
+    slots: slots per depth of nesting in which groups rotate; None for as many as `prefetch` needs.
 
     Raises SlotShortageError where `slots` is less than 1 or than the groups unsharded at once at any depth, and
     SpecError where `prefetch` is not an integer >= 0.
@@ -74,7 +71,7 @@ def assign(groups: Sequence[GroupUse], prefetch: int, slots: int | None = None) 
     slot_of = [-1] * len(groups)
     slot_nbytes: list[int] = []
     for members in rotating:
-        count = min(len(members), prefetch + 1 + SPARE if slots is None else slots)
+        count = min(len(members), prefetch + 1 if slots is None else slots)
         first = len(slot_nbytes)
         slot_nbytes += [0] * count
         for turn, index in enumerate(members):

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from tide_triton.all_gather import AllGather
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, shard
+from tide_triton.layouts.ring import chunk_for
 from tide_triton.reduce_scatter import ReduceScatter, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import DTYPES, dtype_name
-from tide_triton.windows import SlotPool
+from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH, SlotPool
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,8 +35,8 @@ class Collectives:
 
     Arguments are checked on each rank before anything moves; a call that one rank refuses is one that the others make.
 
-    One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned, and gradients land
-    beside it. Close it, or use it as a context manager, to give the windows back.
+    One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned. Gradients go through
+    a ring of two chunks of at most 64 MiB. Close it, or use it as a context manager, to give the windows back.
 
     Raises SpecError where the group's size is not the spec's, MismatchError where ranks disagree, and what
     `tide_triton.attach` raises about windows and peers.
@@ -70,6 +71,7 @@ class Collectives:
         self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
         try:
             self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
+            self._ring = self._pool.ring(chunk_for([spec], RING_CHUNK_NBYTES), RING_DEPTH, spec.digest)
         except BaseException:
             self._pool.close()
             raise
@@ -103,7 +105,7 @@ class Collectives:
         shards = [shard(t, self.spec.world_size, self.rank) for t in self.spec.tensors]
         outputs = [torch.empty(s.numel, dtype=dtype, device=g.device) for s, g in zip(shards, gradients, strict=True)]
         reducer(
-            self._pool.landing(reducer.landing.nbytes, self.spec.digest),
+            self._ring,
             [(index, gradient.contiguous()) for index, gradient in enumerate(gradients)],
             outputs,
             Reduction(dtype, divisor=float(self.spec.world_size) if average else 1.0),

@@ -1,26 +1,40 @@
 """TIDE-RS: every gradient's slices go straight to the ranks that own them, and are summed there.
 
-    gradient (bf16, where autograd left it) --put--> its segment of the owner's landing --sum by rank--> fp32 shard
+    gradient (bf16, where autograd left it) --put--> a place with the owner --sum by rank--> fp32 shard
 
 The owner reads its own slice from its gradient, so a byte moves once and is added once. Contributions are added in rank
-order whatever order they came in, so the result is the same bit for bit on every transport. Where the transport
-overlaps, the sum of a piece runs while later pieces travel.
+order whatever order they came in, so the result is the same bit for bit on every transport and by either way:
+
+| through  | where slices land                    | pieces                             | gradients may come        |
+|----------|--------------------------------------|------------------------------------|---------------------------|
+| a ring   | in a chunk, which the next but few   | as large as a chunk; one turn each | one by one, as autograd   |
+|          | pieces use again                     |                                    | produces them             |
+| a slot   | side by side in a vacated slot       | parts of one turn, the last small  | all at once               |
+
+Where the transport overlaps, the sum of a piece runs while later pieces travel.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tide_triton.kernels import prepare_accumulate
 from tide_triton.kernels.launch import Prepared
 from tide_triton.kernels.movable import Movable
-from tide_triton.layouts import Copy, LandingLayout, scatter_copies, shard
-from tide_triton.layouts.pieces import Range, clip, reduce_pieces
+from tide_triton.layouts import Copy, LandingLayout, Region, shard
+from tide_triton.layouts.pieces import reduce_pieces
+from tide_triton.layouts.ranges import Range, owned, source_region
+from tide_triton.layouts.ring import RingLayout
+from tide_triton.layouts.transfers import between
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Put
+from tide_triton.transports import Mark, Put
 from tide_triton.views import DTYPES, as_bytes, region_view
-from tide_triton.windows import PARTS, Slot
+from tide_triton.windows import PARTS, Ring, Slot, Turn
+
+#: (source, owner) -> where a range's bytes of `source` start with their owner.
+_Place = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +52,24 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How some tensors' gradients travel: pieces, and of each piece what goes to each owner."""
+class _Piece:
+    """What travels together.
 
-    indices: tuple[int, ...]
-    pieces: tuple[tuple[Range, ...], ...]
-    copies: tuple[tuple[tuple[tuple[int, Copy], ...], ...], ...]
+    copies: by owner, what this rank puts into its place: the tensor's index, from its gradient, to the place.
+    contributions: by range, every rank's bytes: in the place that they came to, the own ones in the gradient.
+    """
+
+    ranges: tuple[Range, ...]
+    copies: tuple[tuple[tuple[int, Copy], ...], ...]
+    contributions: tuple[tuple[Region, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the gradients of some tensors travel: in which pieces, and after how many of them each tensor is done."""
+
+    pieces: tuple[_Piece, ...]
+    last: dict[int, int]
     wire_nbytes: int
 
 
@@ -53,6 +79,18 @@ class _PutPlan:
 
     addresses: dict[int, int]
     puts: list[list[Put]]
+
+
+@dataclass(eq=False)
+class Kept:
+    """Gradients that are still being read, until `mark`: alive as long as somebody holds this."""
+
+    gradients: list[torch.Tensor]
+    mark: Mark | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self.gradients)
 
 
 class ReduceScatter:
@@ -65,26 +103,17 @@ class ReduceScatter:
         self.landing = landing
         self.rank = rank
         self.world_size = landing.spec.world_size
+        self.padded_numels = [shard(tensor, self.world_size, rank).padded_numel for tensor in landing.tensors]
         self._ctas = ctas
-        self._copies = [scatter_copies(landing, rank, owner) for owner in range(self.world_size)]
-        self._shards = [shard(tensor, self.world_size, rank) for tensor in landing.tensors]
         self._dtypes = [DTYPES[tensor.dtype] for tensor in landing.tensors]
-        #: Where each rank's slice of each tensor lies: in the own gradient, or where it lands.
-        self._regions = [
-            [
-                own.region if source == rank else landing.segment(index, source, rank)
-                for source in range(self.world_size)
-            ]
-            for index, own in enumerate(self._shards)
-        ]
         #: What was prepared, to be moved to where gradients and outputs lie the next time.
         self._put_plans: dict[Hashable, _PutPlan] = {}
         self._sum_plans: dict[Hashable, Movable] = {}
-        self._cuts: dict[tuple[tuple[int, ...], int | None], _Cut] = {}
+        self._cuts: dict[Hashable, _Cut] = {}
 
     def __call__(
         self,
-        slot: Slot,
+        through: Slot | Ring,
         gradients: Sequence[tuple[int, torch.Tensor]],
         outputs: Sequence[torch.Tensor],
         reduction: Reduction,
@@ -93,148 +122,274 @@ class ReduceScatter:
     ) -> None:
         """Reduce `gradients` over the ranks, and write this rank's shards to `outputs`.
 
-        slot: vacant, at least `landing.nbytes` large.
+        through: a vacant slot, at least `landing.nbytes` large, or a ring.
         gradients: (index of the tensor in the group, unsharded gradient), contiguous and of the landing's dtypes; the
         same indices in the same order on every rank.
         outputs: one per gradient, contiguous, at least the shard's elements; what is beyond them (padding) becomes 0.
         what: the group's name, for errors.
-        """
-        transport = slot.transport
-        cut = self._cut(tuple(index for index, _ in gradients), transport.piece_nbytes)
-        by_index = dict(gradients)
-        with transport.lane("reduce"):
-            turn = slot.open(f"reduce-scatter of {what}", len(cut.pieces))
-            for peer in turn.peers:
-                turn.await_credit(peer)
-            for part, to_peers in enumerate(self._puts(slot, cut, by_index), start=1):
-                for peer, put in zip(turn.peers, to_peers, strict=True):
-                    transport.put(put)
-                    turn.publish(peer, part)
-            sent = transport.mark()
-        with transport.lane("sum"):
-            for part, add_up in enumerate(self._sums(slot, cut, by_index, outputs, reduction), start=1):
-                turn.await_part(part)
-                add_up(transport.stream)
-            turn.is_complete = True
-            slot.vacate()
-            summed = transport.mark()
-        # Gradients may be freed, and outputs used, once the caller is past both.
-        transport.after(sent)
-        transport.after(summed)
-        traffic.wire_bytes += cut.wire_nbytes
-        traffic.zero_copy += 1
 
-    def _cut(self, indices: tuple[int, ...], smallest: int | None) -> "_Cut":
+        Gradients may be freed, and outputs used, once the caller's order is past this.
+        """
+        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
+        reducing = self.start(through, into, reduction, what)
+        for index, gradient in gradients:
+            reducing.offer(index, gradient)
+        reducing.finish(traffic)
+
+    def start(
+        self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
+    ) -> "Reducing":
+        """Begin a reduction of the tensors that `outputs` names, in its order: their gradients come by `offer`."""
+        return Reducing(self, through, outputs, reduction, what)
+
+    # --- what travels ---
+
+    def cut(self, through: Slot | Ring, indices: tuple[int, ...]) -> _Cut:
         """How the gradients of tensors `indices` travel."""
-        key = (indices, smallest)
+        chunk = through.chunk_nbytes if isinstance(through, Ring) else None
+        key = (indices, chunk, through.transport.piece_nbytes)
         if key not in self._cuts:
-            pieces = reduce_pieces(self.landing, indices, smallest, PARTS - 1)
-            copies = tuple(
-                tuple(
-                    tuple((span.index, copy) for span in piece if (copy := self._copy(owner, span)) is not None)
-                    for owner in range(self.world_size)
-                )
-                for piece in pieces
-            )
-            self._cuts[key] = _Cut(
-                indices,
-                pieces,
-                copies,
-                sum(
-                    copy.nbytes
-                    for by_owner in copies
-                    for owner, moves in enumerate(by_owner)
-                    if owner != self.rank
-                    for _, copy in moves
-                ),
-            )
+            pieces = self._through_slot(indices, key[2]) if chunk is None else self._through_ring(indices, chunk)
+            last = {part.index: number for number, piece in enumerate(pieces) for part in piece.ranges}
+            sent = (copy for piece in pieces for moves in piece.copies for _, copy in moves)
+            self._cuts[key] = _Cut(pieces, last, sum(copy.nbytes for copy in sent))
         return self._cuts[key]
 
-    def _copy(self, owner: int, span: Range) -> Copy | None:
-        """What of `span` this rank puts to its owner."""
-        return clip(self._copies[owner][span.index], span, self.landing.tensors[span.index].itemsize)
+    def _through_slot(self, indices: tuple[int, ...], smallest: int | None) -> tuple[_Piece, ...]:
+        landing = self.landing
 
-    def _puts(self, slot: Slot, cut: "_Cut", gradients: Mapping[int, torch.Tensor]) -> list[list[Put]]:
-        """What goes to each peer, by piece."""
-        key = (slot, id(cut))
+        def place(part: Range, source: int, owner: int) -> int:
+            start, _ = owned(landing.tensors[part.index], self.world_size, part, owner)
+            itemsize = landing.tensors[part.index].itemsize
+            return landing.segment(part.index, source, owner).offset + start * itemsize
+
+        return tuple(
+            self._piece(ranges, [partial(place, part) for part in ranges])
+            for ranges in reduce_pieces(landing, indices, smallest, PARTS - 1)
+        )
+
+    def _through_ring(self, indices: tuple[int, ...], chunk_nbytes: int) -> tuple[_Piece, ...]:
+        ring = RingLayout(self.landing, chunk_nbytes)
+
+        def place(offset: int, source: int, owner: int) -> int:
+            return ring.place(source, owner) + offset
+
+        return tuple(
+            self._piece(piece.ranges, [partial(place, offset) for offset in piece.offsets])
+            for piece in ring.pieces(indices)
+        )
+
+    def _piece(self, ranges: Sequence[Range], places: Sequence[_Place]) -> _Piece:
+        """places: by range, where a source's bytes start with their owner."""
+
+        def region(part: Range, place: _Place, source: int, owner: int) -> Region:
+            start, stop = owned(self.landing.tensors[part.index], self.world_size, part, owner)
+            nbytes = (stop - start) * self.landing.tensors[part.index].itemsize
+            return Region(place(source, owner), 1, nbytes, nbytes).merged()
+
+        def source(part: Range, owner: int) -> Region:
+            return source_region(self.landing.tensors[part.index], self.world_size, part, owner)
+
+        copies = tuple(
+            tuple(
+                (part.index, copy)
+                for part, place in zip(ranges, places, strict=True)
+                if owner != self.rank
+                and (copy := between(source(part, owner), region(part, place, self.rank, owner))) is not None
+            )
+            for owner in range(self.world_size)
+        )
+        contributions = tuple(
+            tuple(
+                source(part, self.rank) if rank == self.rank else region(part, place, rank, self.rank)
+                for rank in range(self.world_size)
+            )
+            for part, place in zip(ranges, places, strict=True)
+        )
+        return _Piece(tuple(ranges), copies, contributions)
+
+    # --- what is prepared ---
+
+    def puts(
+        self, slots: Sequence[Slot], cut: _Cut, first: int, gradients: Mapping[int, torch.Tensor]
+    ) -> list[list[Put]]:
+        """What goes to each peer in the pieces from `first` on, one for each of `slots`."""
+        pieces = cut.pieces[first : first + len(slots)]
+        key = (id(cut), first, len(slots), slots[0])
         addresses = {index: gradient.data_ptr() for index, gradient in gradients.items()}
         plan = self._put_plans.get(key)
         if plan is None:
-            puts = _prepare_puts(slot, cut, gradients)
+            puts = [
+                [
+                    slot.transport.prepare(slot.window, peer, [(gradients[i], copy) for i, copy in piece.copies[peer]])
+                    for peer in slot.peers
+                ]
+                for slot, piece in zip(slots, pieces, strict=True)
+            ]
             if not all(put.is_reusable for to_peers in puts for put in to_peers):
                 return puts
             plan = self._put_plans[key] = _PutPlan(addresses, puts)
         elif addresses != plan.addresses:
             by = {index: address - plan.addresses[index] for index, address in addresses.items()}
-            for to_peers, by_owner in zip(plan.puts, cut.copies, strict=True):
+            for to_peers, slot, piece in zip(plan.puts, slots, pieces, strict=True):
                 for number, peer in enumerate(slot.peers):
-                    to_peers[number] = to_peers[number].moved([by[index] for index, _ in by_owner[peer]])
+                    to_peers[number] = to_peers[number].moved([by[index] for index, _ in piece.copies[peer]])
             plan.addresses = addresses
         return plan.puts
 
-    def _sums(
+    def sums(
         self,
-        slot: Slot,
-        cut: "_Cut",
+        slots: Sequence[Slot],
+        cut: _Cut,
+        first: int,
         gradients: Mapping[int, torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        outputs: Mapping[int, torch.Tensor],
         reduction: Reduction,
     ) -> list[Prepared]:
-        """The sums, by piece."""
-        tensors = (*gradients.values(), *outputs)
-        key = (slot, id(cut), reduction, outputs[0].dtype, *(output.numel() for output in outputs))
+        """The sums of the pieces from `first` on, one for each of `slots`."""
+        into = {index: outputs[index] for index in gradients}
+        tensors = (*gradients.values(), *into.values())
+        layout = tuple((output.dtype, output.numel()) for output in into.values())
+        key = (id(cut), first, len(slots), slots[0], reduction, layout)
         plan = self._sum_plans.get(key)
-        with slot.transport.here():
+        with slots[0].transport.here():
             if plan is not None and plan.move([tensor.data_ptr() for tensor in tensors]):
                 return plan.prepared
-            sums = self._prepare_sums(slot, cut, gradients, outputs, reduction)
+            pieces = cut.pieces[first : first + len(slots)]
+            sums = [
+                prepare_accumulate(
+                    [
+                        self._contributions(slot, regions, gradients[part.index], part.index)
+                        for part, regions in zip(piece.ranges, piece.contributions, strict=True)
+                    ],
+                    [self._output(part, into[part.index]) for part in piece.ranges],
+                    wire_dtype=reduction.wire_dtype,
+                    premultiply=reduction.premultiply,
+                    divisor=reduction.divisor,
+                    ctas=self._ctas,
+                )
+                for slot, piece in zip(slots, pieces, strict=True)
+            ]
             if all(one.is_reusable for one in sums):
                 self._sum_plans[key] = Movable(sums, tensors)
         return sums
 
-    def _prepare_sums(
-        self,
-        slot: Slot,
-        cut: "_Cut",
-        gradients: Mapping[int, torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        reduction: Reduction,
-    ) -> list[Prepared]:
-        into = dict(zip(gradients, outputs, strict=True))
+    def _output(self, part: Range, output: torch.Tensor) -> torch.Tensor:
+        """What `part` fills of `output`; the last range of a tensor takes the padding along."""
+        start, stop = owned(self.landing.tensors[part.index], self.world_size, part, self.rank)
+        return output[start : output.numel() if part.stop == self.padded_numels[part.index] else stop]
+
+    def _contributions(
+        self, slot: Slot, regions: Sequence[Region], gradient: torch.Tensor, index: int
+    ) -> list[torch.Tensor]:
+        """Every rank's slice, in rank order: the own one in place, the others where they landed."""
+        own = as_bytes(gradient)
         return [
-            prepare_accumulate(
-                [self._contributions(slot, span, gradients[span.index]) for span in piece],
-                [into[span.index][span.start : self._stop(span, into[span.index])] for span in piece],
-                wire_dtype=reduction.wire_dtype,
-                premultiply=reduction.premultiply,
-                divisor=reduction.divisor,
-                ctas=self._ctas,
-            )
-            for piece in cut.pieces
+            region_view(own if source == self.rank else slot.window.memory, region, self._dtypes[index])
+            for source, region in enumerate(regions)
         ]
 
-    def _stop(self, span: Range, output: torch.Tensor) -> int:
-        """The last span of a tensor takes its output's padding along."""
-        return output.numel() if span.stop == self._shards[span.index].padded_numel else span.stop
 
-    def _contributions(self, slot: Slot, span: Range, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's slice of `span`, in rank order: the own one in place, the others where they landed."""
-        dtype, own = self._dtypes[span.index], as_bytes(gradient)
-        views = [
-            region_view(own if source == self.rank else slot.window.memory, region, dtype)
-            for source, region in enumerate(self._regions[span.index])
-        ]
-        if span.start == 0 and span.stop >= self._shards[span.index].numel:
-            return views
-        return [view[span.start : span.stop] for view in views]
+class Reducing:
+    """A reduction under way.
 
+    What is offered travels in the order in which the outputs were given, which is the same on every rank: a piece goes
+    once all its gradients are there, so ranks whose autograd produces gradients in different orders still agree.
+    """
 
-def _prepare_puts(slot: Slot, cut: _Cut, gradients: Mapping[int, torch.Tensor]) -> list[list[Put]]:
-    """What goes to each peer, by piece."""
-    return [
-        [
-            slot.transport.prepare(slot.window, peer, [(gradients[index], copy) for index, copy in by_owner[peer]])
-            for peer in slot.peers
-        ]
-        for by_owner in cut.copies
-    ]
+    def __init__(
+        self,
+        reducer: ReduceScatter,
+        through: Slot | Ring,
+        outputs: Mapping[int, torch.Tensor],
+        reduction: Reduction,
+        what: str,
+    ) -> None:
+        self.outputs = outputs
+        self.reduction = reduction
+        #: Gradients that were offered and are not on their way whole.
+        self.waiting: dict[int, torch.Tensor] = {}
+        #: Tensors that are on their way whole.
+        self.sent: set[int] = set()
+        self._reducer = reducer
+        self._through = through
+        self._what = f"reduce-scatter of {what}"
+        self._cut = reducer.cut(through, tuple(outputs))
+        self._missing = [{part.index for part in piece.ranges} for piece in self._cut.pieces]
+        self._next = 0
+        self._turn: Turn | None = None
+        self._done: Mark | None = None
+
+    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
+        """The gradient of tensor `index` is there, in the caller's order: send what can go.
+
+        Returns the gradients that are now on their way whole, None where none is; without one, they live as long as
+        this object or until `finish`.
+        """
+        self.waiting[index] = gradient
+        if index not in self._cut.last:
+            # A tensor without elements has no part in any piece.
+            del self.waiting[index]
+            self.sent.add(index)
+        for missing in self._missing[self._next :]:
+            missing.discard(index)
+        upto = self._next
+        while upto < len(self._missing) and not self._missing[upto]:
+            upto += 1
+        # Parts of one turn go together; a ring's pieces need not.
+        if upto == self._next or (isinstance(self._through, Slot) and upto < len(self._missing)):
+            return None
+        return self._send(upto)
+
+    def _send(self, upto: int) -> Kept:
+        """Send and sum the pieces up to `upto`."""
+        transport, first = self._through.transport, self._next
+        used = {part.index for piece in self._cut.pieces[first:upto] for part in piece.ranges}
+        gradients = {index: self.waiting[index] for index in self.waiting if index in used}
+        through, count = self._through, upto - first
+        slots = through.take(count) if isinstance(through, Ring) else [through] * count
+        parts = 1 if isinstance(through, Ring) else count
+        with transport.lane("reduce"):
+            puts = self._reducer.puts(slots, self._cut, first, gradients)
+            with transport.lane("sum", joined=False):
+                sums = self._reducer.sums(slots, self._cut, first, gradients, self.outputs, self.reduction)
+            for number, (slot, to_peers, add_up) in enumerate(zip(slots, puts, sums, strict=True)):
+                part = number % parts + 1
+                if part == 1:
+                    self._turn = slot.open(self._what, parts)
+                    for peer in self._turn.peers:
+                        self._turn.await_credit(peer)
+                turn = self._turn
+                assert turn is not None
+                for peer, put in zip(turn.peers, to_peers, strict=True):
+                    transport.put(put)
+                    turn.publish(peer, part)
+                sent = transport.mark()
+                with transport.lane("sum", joined=False):
+                    # The gradients were there before they were put, so the sum may read its own slices as well.
+                    transport.after(sent)
+                    turn.await_part(part)
+                    add_up(transport.stream)
+                    if part == turn.parts:
+                        turn.is_complete = True
+                        self._done = slot.vacate()
+        self._next = upto
+        whole = [index for index in gradients if self._cut.last[index] < upto]
+        self.sent.update(whole)
+        return Kept([self.waiting.pop(index) for index in whole], self._done)
+
+    def follow(self) -> None:
+        """Whatever the caller does next comes after all that was sent so far."""
+        self._through.transport.after(self._done)
+
+    def finish(self, traffic: Traffic) -> None:
+        """Once every gradient was offered: gradients may be freed, and outputs used, in the caller's order.
+
+        Raises RuntimeError where gradients are missing.
+        """
+        if self._next < len(self._cut.pieces):
+            missing = sorted(set(self.outputs) - set(self.waiting) - self.sent)
+            raise RuntimeError(f"{self._what}: the gradients of tensors {missing} of the group were never offered")
+        self.follow()
+        traffic.wire_bytes += self._cut.wire_nbytes
+        traffic.zero_copy += 1

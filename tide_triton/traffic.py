@@ -12,6 +12,8 @@ class Traffic:
     wire_bytes: bytes this rank sent to others.
     layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
     fallback_reasons: how often each reason sent a call to the stock collective.
+    early: reductions whose gradients were sent as autograd produced them.
+    remarks: how often each thing worth knowing happened that is no fallback.
     """
 
     zero_copy: int = 0
@@ -20,6 +22,8 @@ class Traffic:
     layout_copy_bytes: int = 0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
     reused: int = 0
+    early: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)
 
     @property
     def calls(self) -> int:
@@ -36,7 +40,9 @@ class Traffic:
         self.zero_copy += other.zero_copy
         self.fallback += other.fallback
         self.reused += other.reused
+        self.early += other.early
         self.wire_bytes += other.wire_bytes
         self.layout_copy_bytes += other.layout_copy_bytes
         self.fallback_reasons.update(other.fallback_reasons)
+        self.remarks.update(other.remarks)
         return self

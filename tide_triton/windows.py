@@ -14,9 +14,15 @@ parts: WRITTEN counts n * PARTS + the parts that are there.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from tide_triton.layouts import flat
 from tide_triton.transports import READY, WRITTEN, Mark, Transport, Window
+
+#: Bytes of a chunk of a ring: large enough that few signals are needed, small enough not to matter beside a slot.
+RING_CHUNK_NBYTES: Final = 64 << 20
+#: Chunks of a ring: one is filled while another is summed.
+RING_DEPTH: Final = 2
 
 #: One more than the parts that a turn can have.
 PARTS = 1 << 12
@@ -50,9 +56,10 @@ class Slot:
                 arrived = self.transport.mark()
             self.transport.after(arrived)
 
-    def vacate(self) -> None:
-        """The latest turn's use of this slot ends here, in the order that is current."""
+    def vacate(self) -> Mark | None:
+        """The latest turn's use of this slot ends here, in the order that is current. Returns the mark of it."""
         self._vacant = self.transport.mark()
+        return self._vacant
 
     def open(self, what: str, parts: int = 1) -> "Turn":
         """Start the next turn: tell every peer that this rank's slot is vacant.
@@ -112,6 +119,37 @@ class Turn:
             self.is_complete = True
 
 
+@dataclass(eq=False)
+class Ring:
+    """Chunks that pieces of reductions take in turns: each use of a chunk is a turn of its own.
+
+    Bytes in flight are bounded by the ring, whatever the group and the world, and a piece waits only for the piece
+    that had its chunk before.
+    """
+
+    chunks: tuple[Slot, ...]
+    _next: int = field(default=0, init=False)
+
+    @property
+    def transport(self) -> Transport:
+        return self.chunks[0].transport
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return self.chunks[0].window.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks on this rank."""
+        return sum(chunk.window.nbytes for chunk in self.chunks)
+
+    def take(self, count: int) -> list[Slot]:
+        """The chunks of the next `count` pieces, in order. Every rank takes them in the same order."""
+        taken = [self.chunks[(self._next + number) % len(self.chunks)] for number in range(count)]
+        self._next = (self._next + count) % len(self.chunks)
+        return taken
+
+
 class SlotPool:
     """The slots of one transport. Every rank adds the same slots in the same order."""
 
@@ -119,7 +157,7 @@ class SlotPool:
         self.transport = transport
         self.slots: list[Slot] = []
         self._added = 0
-        self._landing: Slot | None = None
+        self._ring: Ring | None = None
 
     def add(self, nbytes: int, digest: str, what: str) -> Slot:
         """A new slot of `nbytes` bytes. Raises what `Transport.allocate` raises."""
@@ -128,19 +166,19 @@ class SlotPool:
         self.slots.append(slot)
         return slot
 
-    def landing(self, nbytes: int, digest: str) -> Slot:
-        """A slot in which no group's parameters live, for gradients that cannot land in their group's own.
+    def ring(self, chunk_nbytes: int, depth: int, digest: str) -> "Ring":
+        """The ring of this transport, made when it is first asked for. Raises what `Transport.allocate` raises."""
+        if self._ring is None:
+            chunks = [self.add(chunk_nbytes, digest, f"chunk {number} of the ring") for number in range(depth)]
+            for number, chunk in enumerate(chunks):
+                chunk.label = f"chunk {number}"
+            self._ring = Ring(tuple(chunks))
+        return self._ring
 
-        Grows to the largest landing asked for, and stays.
-        """
-        if self._landing is None or self._landing.window.nbytes < nbytes:
-            # The new one first: making it waits until nothing is on its way into the old one, or being read from it.
-            outgrown, self._landing = self._landing, self.add(nbytes, digest, "the landing of gradients")
-            self._landing.label = "landing"
-            if outgrown is not None:
-                self.slots.remove(outgrown)
-                outgrown.close()
-        return self._landing
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the ring on this rank, 0 where there is none yet."""
+        return 0 if self._ring is None else self._ring.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -152,5 +190,5 @@ class SlotPool:
         for slot in self.slots:
             slot.close()
         self.slots.clear()
-        self._landing = None
+        self._ring = None
         self.transport.close()

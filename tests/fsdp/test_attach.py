@@ -407,7 +407,7 @@ def _reported(rank: int, world_size: int) -> dict[str, Any]:
         "before": [g.gather.calls + g.reduce.calls for g in empty.groups],
         "worlds": report.world_sizes,
         "transport": report.transport,
-        "window": report.window_nbytes,
+        "window": report.window_nbytes - report.ring_nbytes,
         "slots": {g.slot: g.slot_nbytes for g in report.groups},
     }
     tide_triton.detach(model)

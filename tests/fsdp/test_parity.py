@@ -24,7 +24,7 @@ from tests.fsdp.parity import (
     assert_equal_to_reference,
     assert_equal_to_stock,
     assert_zero_copy,
-    compare,
+    compare_all,
     cross_entropy,
     set_divide_factor,
     set_prefetch,
@@ -216,9 +216,7 @@ SETTINGS: dict[str, Setting] = {
         grows=True,
     ),
     "prefetch of 1 set before each step": Setting(_model, loop=Loop(before=partial(set_prefetch, depth=1))),
-    "prefetch of 2 set before each step": Setting(
-        _model, loop=Loop(before=partial(set_prefetch, depth=2)), grows=False
-    ),
+    "prefetch of 2 set before each step": Setting(_model, loop=Loop(before=partial(set_prefetch, depth=2)), grows=True),
     "prefetch of 3 set before each step": Setting(
         partial(_model, model={"blocks": 6}), loop=Loop(before=partial(set_prefetch, depth=3)), grows=True
     ),
@@ -276,7 +274,7 @@ SETTINGS: dict[str, Setting] = {
     "groups of several modules": Setting(_several_modules),
     "nested FSDP": Setting(partial(_model, model={"block": NestedBlock})),
     "nested FSDP, prefetch of 2": Setting(
-        partial(_model, model={"block": NestedBlock}), loop=Loop(before=partial(set_prefetch, depth=2))
+        partial(_model, model={"block": NestedBlock}), loop=Loop(before=partial(set_prefetch, depth=2)), grows=True
     ),
     "FSDP in FSDP in activation checkpointing": Setting(
         partial(_model, model={"block": NestedBlock, "checkpointed": True})
@@ -298,29 +296,55 @@ def _loss_all_reducing_every_other_time(model: nn.Module, tokens: torch.Tensor, 
     return loss.detach()
 
 
-def _run(rank: int, world_size: int, name: str) -> Outcome:
+#: Ways in which gradients travel. Chunks of a few KiB, so that each group of these small models takes many pieces.
+_VARIANTS: list[dict[str, Any]] = [
+    {"slot_reuse": slot_reuse, "ring_depth": depth, "ring_chunk_nbytes": 6144}
+    for slot_reuse in (False, True)
+    for depth in (1, 2, 4)
+]
+
+
+def _run(rank: int, world_size: int, name: str, variants: list[dict[str, Any]]) -> list[Outcome]:
     setting = SETTINGS[name]
     reference = (setting.shard_ranks or world_size) > 2
-    return compare(lambda: setting.build(world_size), rank, setting.loop, after=setting.after, reference=reference)
+    build = partial(setting.build, world_size)
+    return compare_all(build, rank, setting.loop, variants, after=setting.after, reference=reference)
 
 
-_CASES = [pytest.param(name, world, id=f"{name}, {world} ranks") for name, s in SETTINGS.items() for world in s.worlds]
+_CASES = [
+    pytest.param(name, world, number, id=f"{name}, {world} ranks")
+    for number, (name, world) in enumerate((name, world) for name, s in SETTINGS.items() for world in s.worlds)
+]
 
 
-@pytest.mark.parametrize(("name", "world_size"), _CASES)
-def test_training_under_tide_equals_fsdp2(ranks: RankPools, name: str, world_size: int) -> None:
+@pytest.mark.parametrize(("name", "world_size", "number"), _CASES)
+def test_training_under_tide_equals_fsdp2(ranks: RankPools, name: str, world_size: int, number: int) -> None:
+    _check(ranks, name, world_size, [{}, _VARIANTS[number % len(_VARIANTS)]])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "world_size", "number"), _CASES)
+def test_training_equals_fsdp2_with_and_without_slot_reuse_at_every_ring_depth(
+    ranks: RankPools, name: str, world_size: int, number: int
+) -> None:
+    _check(ranks, name, world_size, _VARIANTS)
+
+
+def _check(ranks: RankPools, name: str, world_size: int, variants: list[dict[str, Any]]) -> None:
     setting = SETTINGS[name]
-    outcomes = ranks(world_size).run(_run, name)
-
-    assert_zero_copy(outcomes, except_for=setting.fallbacks)
-    assert_equal_to_reference(outcomes)
-    assert_equal_to_stock(outcomes)
-    summed = setting.shard_ranks or world_size
-    # Two sums of W terms differ by at most 2 (W - 1) roundings of a partial sum, and a partial sum is at most W times
-    # the largest mean. The factor 4 is for gradients that nearly cancel between ranks, and for the mean's rounding.
-    assert max(o.distance for o in outcomes) <= 4 * 2 * (summed - 1) * summed * setting.eps
-    assert len({o.grown for o in outcomes}) == 1
-    assert (outcomes[0].grown > 0) == setting.grows, f"slots grew by {outcomes[0].grown}"
+    by_rank = ranks(world_size).run(_run, name, variants)
+    for number, variant in enumerate(variants):
+        outcomes = [outcomes[number] for outcomes in by_rank]
+        assert_zero_copy(outcomes, except_for=setting.fallbacks)
+        assert_equal_to_reference(outcomes)
+        assert_equal_to_stock(outcomes)
+        summed = setting.shard_ranks or world_size
+        # Two sums of W terms differ by at most 2 (W - 1) roundings of a partial sum, and a partial sum is at most W
+        # times the largest mean. The factor 4 is for gradients that nearly cancel between ranks, and for the mean's
+        # rounding.
+        assert max(o.distance for o in outcomes) <= 4 * 2 * (summed - 1) * summed * setting.eps, variant
+        assert len({o.grown for o in outcomes}) == 1
+        assert (outcomes[0].grown > 0) == setting.grows, f"slots grew by {outcomes[0].grown}"
 
 
 def _trained_on_another_rank(rank: int, world_size: int) -> tuple[str, float]:

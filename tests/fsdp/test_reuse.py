@@ -31,7 +31,7 @@ def _gathers(rank: int, world_size: int, slots: int | None, reuse: bool) -> tupl
 
 @pytest.mark.parametrize(
     ("slots", "reused"),
-    [(None, [0, 0, 3, 3, 3]), (2, [0, 0, 0, 3, 3]), (4, [0, 3, 3, 3, 3])],
+    [(None, [0, 0, 0, 3, 3]), (3, [0, 0, 3, 3, 3]), (4, [0, 3, 3, 3, 3])],
 )
 def test_the_groups_that_forward_gathered_last_are_not_gathered_again(
     ranks: RankPools, slots: int | None, reused: list[int]

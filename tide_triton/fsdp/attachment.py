@@ -28,12 +28,14 @@ from tide_triton.fsdp.checks import (
 from tide_triton.fsdp.comms import TideAllGather, TideReduceScatter
 from tide_triton.fsdp.domain import Domain
 from tide_triton.fsdp.internals import FSDPParam, FSDPParamGroup, GroupSite
+from tide_triton.fsdp.options import Options
 from tide_triton.fsdp.params import SlotParam, SlotParamGroup
 from tide_triton.fsdp.reference import StockAllGather, StockReduceScatter
 from tide_triton.fsdp.report import GroupReport, Report
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH
 
 #: Where an attachment is kept: on the model, so that it lives and dies with it.
 _KEY = "_tide_attachment"
@@ -56,6 +58,10 @@ def attach(
     slots: int | None = None,
     strict: bool = False,
     reuse: bool = True,
+    slot_reuse: bool = False,
+    early_reduce: bool = True,
+    ring_depth: int = RING_DEPTH,
+    ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     timeout_s: float = 600.0,
 ) -> None:
     """Run the FSDP2 collectives of `model` through TIDE: no layout copies, bf16 gradients on the wire.
@@ -68,6 +74,11 @@ def attach(
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
     reuse: in backward, gather nothing where the parameters that forward gathered still lie in their slot, as those of
     the last groups do. They are then those of the forward, also if shards were changed in between.
+    slot_reuse: let gradients land in the slot that their group has just vacated, once its backward is over; False sends
+    them through a ring of fixed size, which does not grow with the group or the world.
+    early_reduce: send each gradient when autograd produces it, once two backwards of a group went alike, and drop it
+    when it is summed; without `slot_reuse` only. Ranks must produce gradients of different groups in the same order.
+    ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
     Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a
@@ -90,9 +101,10 @@ def attach(
     # A problem that only one rank has must not leave the others waiting for it, so every rank comes to the meetings,
     # whatever it has found so far.
     problem: Exception | None = None
+    options = Options(slots, strict, reuse, slot_reuse, early_reduce, ring_depth, ring_chunk_nbytes)
     try:
         check_free(sites)
-        check_options(sites, stock, transport=transport, slots=slots, strict=strict, reuse=reuse, timeout_s=timeout_s)
+        check_options(sites, stock, options, transport=transport, timeout_s=timeout_s)
     except ValueError as error:
         problem = error
     meetings = {pg: Rendezvous(pg, usable_timeout(timeout_s)) for pg in internals.process_groups(sites)}
@@ -104,13 +116,11 @@ def attach(
         for process_group, members in by_group.items():
             meeting = meetings[process_group]
             try:
-                agree_on_specs(
-                    meeting, members, slots=slots, strict=strict, reuse=reuse, timeout_s=timeout_s, prefetch=prefetch
-                )
+                agree_on_specs(meeting, members, options, timeout_s=timeout_s, prefetch=prefetch)
                 made, why = select.make(transport, members[0].group.device, process_group, meeting, timeout_s)
-                domain = Domain(process_group, made, why, members, meeting, strict=strict, reuse=reuse)
+                domain = Domain(process_group, made, why, members, meeting, options)
                 domains.append(domain)
-                domain.allocate(prefetch, slots)
+                domain.allocate(prefetch)
             except PeerError:
                 # Whoever is missing here would be missing below.
                 raise
@@ -188,6 +198,7 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
         tuple(rows[id(site.group)] for site in (*attachment.order, *late)),
         sum(d.pool.nbytes for d in attachment.domains),
         sum(d.grown for d in attachment.domains),
+        sum(d.pool.ring_nbytes for d in attachment.domains),
     )
     if not quiet and (not dist.is_initialized() or dist.get_rank() == 0):
         print(result)
@@ -286,6 +297,5 @@ def _why(gather: Traffic, reduce: Traffic) -> str:
         for name, traffic in (("gather", gather), ("reduce", reduce))
         for reason, count in traffic.fallback_reasons.items()
     ]
-    if gather.layout_copy_bytes + reduce.layout_copy_bytes and not reasons:
-        reasons.append("reduce: gradients that were not contiguous were packed")
+    reasons += [f"reduce: {remark} (x{count})" for remark, count in reduce.remarks.items()]
     return "; ".join(reasons)

@@ -5,18 +5,18 @@ both the same on every rank.
 """
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tide_triton.all_gather import AllGather, Gathering
 from tide_triton.errors import AttachError, SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
+from tide_triton.fsdp.group_reduce import GradientHook, GroupReduce
 from tide_triton.fsdp.internals import FSDPParam, GroupSite
-from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
-from tide_triton.reduce_scatter import ReduceScatter, Reduction
+from tide_triton.layouts import GroupSpec, SlotLayout, TensorSpec
 from tide_triton.traffic import Traffic
 from tide_triton.views import dtype_name
 from tide_triton.windows import Slot
@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     from tide_triton.fsdp.domain import Domain
 
 
-#: CTAs of a sum at most, on a GPU: enough to keep ahead of the link, few enough to leave the SMs to compute.
-SUM_CTAS = 32
-
-
 class GroupBinding:
     """A parameter group, the domain whose slots it uses, and what it has moved."""
 
-    def __init__(self, site: GroupSite, domain: "Domain", *, strict: bool, reuse: bool) -> None:
+    def __init__(self, site: GroupSite, domain: "Domain") -> None:
         self.group = site.group
         self.name = site.name
         self.param_names = site.param_names
@@ -41,18 +37,13 @@ class GroupBinding:
         self.domain = domain
         self.gather = Traffic()
         self.reduce = Traffic()
-        #: Gradients of the reduction in progress, each with the index of its parameter, in FSDP2's order.
-        self.gradients: list[tuple[int, torch.Tensor]] = []
+        self.reduction = GroupReduce(self)
         self.slot: Slot | None = None
-        self._strict = strict
         self._gathering: Gathering | None = None
         self._deferred = False
         self._reusing = False
-        self._reuse = reuse
         self._bound = False
-        self._reduce_allocations = 0
-        self._predivision = 1.0
-        self._reducers: dict[torch.dtype, ReduceScatter] = {}
+        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._warned: set[str] = set()
         self.plan()
 
@@ -73,7 +64,7 @@ class GroupBinding:
         )
         self.layout = SlotLayout(spec)
         self._gatherer = AllGather(self.layout, transport.rank, smallest_piece=transport.piece_nbytes)
-        self._reducers.clear()
+        self.reduction.replan()
 
     def dtypes_changed(self) -> None:
         """FSDP2 looked at the parameters' dtypes again; follow if a cast or a load has changed them."""
@@ -134,6 +125,16 @@ class GroupBinding:
             rebind(param, self.slot.window.tensor(place.offset, place.padded_nbytes // dtype.itemsize, dtype))
         self._bound = True
 
+    def listen(self, index: int) -> None:
+        """Hear when autograd has added up the gradient of parameter `index`, which has an unsharded form now."""
+        unsharded = self.group.fsdp_params[index]._unsharded_param
+        heard = self._hooks.get(index)
+        if (heard is not None and heard[0]() is unsharded) or isinstance(unsharded, DTensor):
+            return
+        if unsharded.requires_grad and unsharded.is_leaf:
+            handle = unsharded.register_post_accumulate_grad_hook(GradientHook(self.reduction, index))
+            self._hooks[index] = weakref.ref(unsharded), handle
+
     def overwritten(self) -> None:
         """The slot's memory was written other than by a turn."""
         if self.slot is not None:
@@ -151,6 +152,9 @@ class GroupBinding:
                 own = torch.empty_like(param.all_gather_outputs[0])
                 rebind(param, own)
                 own.untyped_storage().resize_(0)
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
         self._bound = False
         self.slot = None
 
@@ -173,8 +177,9 @@ class GroupBinding:
                     f"and must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or "
                     f"set reshard_after_forward/backward before the forward pass that needs it"
                 )
-            for rival in rivals:
-                rival.put_off()
+            else:
+                for rival in rivals:
+                    rival.put_off()
         self._deferred = False
         self.bind()
         assert self.slot is not None
@@ -224,7 +229,7 @@ class GroupBinding:
         FSDP2's state and the slot's history, which are the same on every rank.
         """
         return (
-            self._reuse
+            self.domain.options.reuse
             and self._bound
             and self.slot is not None
             and self.slot.content is self
@@ -250,72 +255,11 @@ class GroupBinding:
             self._gathering.wait()
         self._gathering, self._reusing = None, False
 
-    # --- the reduce-scatter, in FSDP2's steps ---
-
-    def begin_reduce(self) -> None:
-        """FSDP2's post-backward begins: it collects gradients, reshards, and reduces."""
-        self.gradients.clear()
-        self._reduce_allocations = 0
-        self._predivision = 1.0
-
-    def end_reduce(self) -> None:
-        self.gradients.clear()
-
-    def allocates_input(self) -> bool:
-        """FSDP2 asks for the flat input first, for the output second."""
-        self._reduce_allocations += 1
-        return self._reduce_allocations == 1
-
-    def predivide(self, factor: float) -> None:
-        self._predivision *= factor
-
-    def reduce_fallback(self, wire_dtype: torch.dtype) -> str | None:
-        """Why this reduction cannot be zero-copy, None where it can."""
-        for _, gradient in self.gradients:
-            if type(gradient) is not torch.Tensor:
-                return f"a gradient is a {type(gradient).__name__}"
-            if not gradient.dtype.is_floating_point or gradient.dtype.itemsize < 2:
-                return f"no kernel adds gradients of {gradient.dtype}"
-        if not wire_dtype.is_floating_point or wire_dtype.itemsize < 2:
-            return f"no kernel reduces in {wire_dtype}"
-        return None
-
-    def reduce_gradients(self, output: torch.Tensor, wire_dtype: torch.dtype, op: Any) -> list[torch.Tensor]:
-        """Reduce the collected gradients into FSDP2's flat, padded output.
-
-        Returns what is read meanwhile, which must live until the caller's stream has passed the reduction.
-        """
-        dtype = self.gradients[0][1].dtype
-        reducer = self._reducers.get(dtype)
-        if reducer is None:
-            landing = LandingLayout(self.layout.spec, dtype_name(dtype))
-            reducer = self._reducers[dtype] = ReduceScatter(landing, self.domain.transport.rank, ctas=SUM_CTAS)
-        gradients, outputs, at = [], [], 0
-        for index, gradient in self.gradients:
-            if not gradient.is_contiguous():
-                gradient = gradient.contiguous()
-                self.reduce.layout_copy_bytes += gradient.nbytes
-            padded = reducer.landing.strides[index] // dtype.itemsize
-            gradients.append((index, gradient))
-            outputs.append(output[at : at + padded])
-            at += padded
-        reduction = reduction_of(op, self.domain.transport.world_size, wire_dtype, self._predivision)
-        reducer(self._landing_slot(reducer.landing), gradients, outputs, reduction, f"'{self.name}'", self.reduce)
-        return [gradient for _, gradient in gradients]
-
-    def _landing_slot(self, landing: LandingLayout) -> Slot:
-        """The own slot where it is vacant and large enough (Slot-Reuse), else one kept for landings."""
-        slot = self.slot
-        vacated = slot is not None and not self.is_held and not self.rivals()
-        if vacated and slot is not None and landing.nbytes <= slot.window.nbytes:
-            return slot
-        return self.domain.pool.landing(landing.nbytes, self.layout.spec.digest)
-
     # --- falling back ---
 
     def fall_back(self, traffic: Traffic, reason: str, wire_bytes: int, layout_copy_bytes: int) -> None:
         """Count a call of the stock collective, say so once, and raise UnsupportedError under `strict`."""
-        if self._strict:
+        if self.domain.options.strict:
             raise UnsupportedError(f"group '{self.name}' would fall back to the stock collective: {reason}")
         traffic.fell_back(reason, wire_bytes, layout_copy_bytes)
         if reason not in self._warned:
@@ -341,19 +285,3 @@ def rebind(param: FSDPParam, flat: torch.Tensor) -> None:
     else:
         # A cast after the first forward: FSDP2 makes a new parameter at the next all-gather.
         del param._unsharded_param
-
-
-def reduction_of(op: Any, world_size: int, wire_dtype: torch.dtype, predivision: float) -> Reduction:
-    """FSDP2's reduce op as a `Reduction`. Raises ValueError for an op that is no sum."""
-    # A ReduceOp carries a factor; its plain kinds also claim to be instances of it.
-    kinds: Any = dist.ReduceOp.RedOpType
-    plain = isinstance(op, kinds) or not isinstance(op, dist.ReduceOp)
-    kind, factor = (op, None) if plain else op.__getstate__()
-    premultiply = 1.0 / predivision
-    if kind == kinds.SUM:
-        return Reduction(wire_dtype, premultiply)
-    if kind == kinds.AVG:
-        return Reduction(wire_dtype, premultiply, float(world_size))
-    if kind == kinds.PREMUL_SUM and factor is not None:
-        return Reduction(wire_dtype, premultiply * float(factor))
-    raise ValueError(f"FSDP2 asked to reduce with {op}; only SUM, AVG and PREMUL_SUM are sums")

@@ -16,6 +16,7 @@ from tide_triton.errors import AttachError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.comms import TideAllGather
 from tide_triton.fsdp.internals import FSDPParam, FSDPParamGroup, GroupSite
+from tide_triton.fsdp.options import Options
 from tide_triton.fsdp.params import SlotParamGroup
 from tide_triton.fsdp.reference import StockAllGather
 from tide_triton.layouts import ITEMSIZES
@@ -69,11 +70,9 @@ def require_idle(group: FSDPParamGroup, name: str, what: str) -> None:
 def check_options(
     sites: Sequence[GroupSite],
     stock: Sequence[StockGroup],
+    options: Options,
     *,
     transport: str,
-    slots: int | None,
-    strict: bool,
-    reuse: bool,
     timeout_s: float,
 ) -> None:
     for site in sites:
@@ -81,16 +80,12 @@ def check_options(
             select.check(transport, site.group.device)
         except ValueError as error:
             raise AttachError(f"group '{site.name}': {error}") from error
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise AttachError(f"slots must be an integer >= 1, or None to size it from the model; got {slots!r}")
-    for name, value in (("strict", strict), ("reuse", reuse)):
-        if not isinstance(value, bool):
-            raise AttachError(f"{name} must be True or False, got {value!r}")
+    options.check()
     if usable_timeout(timeout_s) != timeout_s:
         raise AttachError(f"timeout_s must be a positive, finite number of seconds, got {timeout_s!r}")
     refused = [(s.site.name, s.reason) for s in stock if s.reason not in NOTHING_TO_DO]
     refused += [(s.name, "resharded to a smaller mesh after forward") for s in sites if s.group._use_post_forward_mesh]
-    if strict and refused:
+    if options.strict and refused:
         listing = "; ".join(f"group '{name}': {reason}" for name, reason in refused)
         raise UnsupportedError(f"strict=True, but not every group can be zero-copy: {listing}")
     for site in sites:
@@ -160,8 +155,8 @@ def agree_that_all_is_well(meetings: Collection[Rendezvous], problem: Exception 
         raise problem
 
 
-def agree_on_specs(meeting: Rendezvous, members: Sequence[GroupSite], **options: object) -> None:
-    parts = [(f"attach({name}=...)", repr(value)) for name, value in options.items()]
+def agree_on_specs(meeting: Rendezvous, members: Sequence[GroupSite], options: Options, **others: object) -> None:
+    parts = options.described() + [(f"attach({name}=...)", repr(value)) for name, value in others.items()]
     for site in members:
         # Which slot a group takes follows from it.
         depth = "stays unsharded" if site.depth is None else f"reshards after use (nesting depth {site.depth})"

@@ -58,8 +58,12 @@ class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
         self._stock = DefaultReduceScatter()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.binding.allocates_input() and self.binding.reduce_fallback(dtype) is None:
-            return ReduceTicket(size, dtype, device, self.binding)
+        reduction = self.binding.reduction
+        if reduction.allocates_input():
+            if reduction.fallback(dtype) is None:
+                return ReduceTicket(size, dtype, device, reduction)
+        elif (expected := reduction.expected_output(math.prod(size), dtype)) is not None:
+            return expected
         # The output must be fresh: `sharded_param.grad` will be a view of it.
         return torch.empty(math.prod(size), dtype=dtype, device=device)
 
@@ -74,11 +78,11 @@ class TideReduceScatter(ReduceScatter):  # type: ignore[misc]
         binding = self.binding
         if isinstance(input_tensor, ReduceTicket):
             # FSDP2 keeps its input until the compute stream is past the reduction: so long the gradients must live.
-            input_tensor.keep = binding.reduce_gradients(output_tensor, input_tensor.dtype, op)
+            input_tensor.keep = binding.reduction.reduce(output_tensor, input_tensor.dtype, op)
             return None
         binding.fall_back(
             binding.reduce,
-            binding.reduce_fallback(input_tensor.dtype) or "asked for a buffer that is no ticket",
+            binding.reduction.fallback(input_tensor.dtype) or "asked for a buffer that is no ticket",
             wire_bytes=input_tensor.nbytes // group.size() * (group.size() - 1),
             layout_copy_bytes=input_tensor.nbytes,
         )

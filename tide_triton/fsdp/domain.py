@@ -3,16 +3,24 @@
 Windows belong to a process group, not to a size: two meshes over different ranks never share a slot or a counter.
 """
 
+import hashlib
+import json
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.internals import GroupSite
+from tide_triton.fsdp.options import Options
 from tide_triton.layouts import GroupUse, assign
+from tide_triton.layouts.ring import chunk_for
+from tide_triton.reduce_scatter import Kept
 from tide_triton.transports import Transport
 from tide_triton.transports.rendezvous import Rendezvous
-from tide_triton.windows import Slot, SlotPool
+from tide_triton.windows import Ring, Slot, SlotPool
 
 
 class Domain:
@@ -25,9 +33,7 @@ class Domain:
         why_transport: str,
         sites: Sequence[GroupSite],
         meeting: Rendezvous,
-        *,
-        strict: bool,
-        reuse: bool,
+        options: Options,
     ) -> None:
         self.process_group = process_group
         self._meeting = meeting
@@ -35,14 +41,16 @@ class Domain:
         self.why_transport = why_transport
         #: Tells this domain's slots from those of others in reports; empty where there is but one domain.
         self.label = ""
+        self.options = options
         self.pool = SlotPool(transport)
-        self.bindings = [GroupBinding(site, self, strict=strict, reuse=reuse) for site in sites]
+        self.bindings = [GroupBinding(site, self) for site in sites]
         #: Slots in which groups take turns, at the depth of nesting that has most.
         self.slot_count = 0
         #: How many slots were added because groups were held longer than planned.
         self.grown = 0
+        self._kept: deque[weakref.ref[Kept]] = deque()
 
-    def allocate(self, prefetch: int, slots: int | None) -> None:
+    def allocate(self, prefetch: int) -> None:
         """Give every group its slot. Raises SlotShortageError, and what `Transport.allocate` raises."""
         # Groups of one module, split by mesh, are unsharded together, so each index rotates for itself as well.
         depths = sorted({(b.depth, b.index_in_module) for b in self.bindings if b.depth is not None})
@@ -50,7 +58,7 @@ class Domain:
             GroupUse(b.name, b.layout.nbytes, None if b.depth is None else depths.index((b.depth, b.index_in_module)))
             for b in self.bindings
         ]
-        rotation = assign(uses, prefetch, slots)
+        rotation = assign(uses, prefetch, self.options.slots)
         names = [
             [b.name for b, s in zip(self.bindings, rotation.slot_of, strict=True) if s == i]
             for i in range(len(rotation.slot_nbytes))
@@ -61,8 +69,15 @@ class Domain:
         ]
         for binding, index in zip(self.bindings, rotation.slot_of, strict=True):
             binding.slot = made[index]
+        if not self.options.slot_reuse:
+            self.ring()
         taken = {(use.depth, index) for use, index in zip(uses, rotation.slot_of, strict=True) if use.depth is not None}
         self.slot_count = max((sum(d == depth for d, _ in taken) for depth in range(len(depths))), default=0)
+
+    def ring(self) -> Ring:
+        """The ring through which gradients go, as large as asked for, but not larger than the largest group needs."""
+        chunk = chunk_for([b.layout.spec for b in self.bindings], self.options.ring_chunk_nbytes)
+        return self.pool.ring(chunk, self.options.ring_depth, self.bindings[0].layout.spec.digest)
 
     def grow(self, binding: GroupBinding) -> Slot:
         """A slot for `binding` alone."""
@@ -75,6 +90,43 @@ class Domain:
         Takes a message to and from every rank, so it is only for what is rare.
         """
         return "" not in self._meeting.exchange("yes" if holds else "", what)
+
+    # --- gradients that are being read ---
+
+    def keep(self, kept: Kept) -> None:
+        """`kept` may be dropped once a later gradient is there."""
+        self._kept.append(weakref.ref(kept))
+
+    def drop_read(self) -> None:
+        """Autograd has produced one more gradient: drop those that it waits for last, all but a ring's worth.
+
+        Compute waits for their sums, which had the time of a gradient to end. So how much memory gradients take does
+        not hang on how far the host runs ahead.
+        """
+        alive = [kept for reference in self._kept if (kept := reference()) is not None and kept.gradients]
+        total = sum(kept.nbytes for kept in alive)
+        limit = self.options.ring_depth * self.options.ring_chunk_nbytes
+        while alive and total > limit:
+            oldest = alive.pop(0)
+            total -= oldest.nbytes
+            self.transport.after(oldest.mark)
+            oldest.gradients.clear()
+        self._kept = deque(map(weakref.ref, alive))
+
+    def agree_on_habits(self) -> None:
+        """Let groups reduce early from now on, in an order that every rank shares: rank 0's."""
+        pending = [b.reduction for b in self.bindings if b.reduction.candidate is not None]
+        orders = [reduction.candidate.order for reduction in pending if reduction.candidate is not None]
+        digest = hashlib.blake2b(repr(orders).encode(), digest_size=16).hexdigest()
+        what = "agreeing on the order of gradients"
+        if len(set(self._meeting.exchange(digest, what))) > 1:
+            everyones = [json.loads(text) for text in self._meeting.exchange(json.dumps(orders), what)]
+            same = all([set(o) for o in other] == [set(o) for o in everyones[0]] for other in everyones)
+            orders = [tuple(order) for order in everyones[0]] if same else []
+        for number, reduction in enumerate(pending):
+            candidate, reduction.candidate = reduction.candidate, None
+            if candidate is not None and orders:
+                reduction.habit = replace(candidate, order=orders[number])
 
     def shares_slot(self, binding: GroupBinding) -> bool:
         """Whether another group uses the same slot."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FSDPParam", "FSDPParamGroup", "ShardedState"]
+__all__ = ["FSDPParam", "FSDPParamGroup", "ShardedState", "TrainingState"]
 
 
 @dataclass(frozen=True, slots=True)

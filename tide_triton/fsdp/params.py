@@ -6,7 +6,7 @@ function of torch is replaced, and other models are not touched. What changes:
     the all-gather's inputs     the shards themselves, not a cast copy: the cast goes straight into the slot
     all-gather outputs          lie in the slot; they are neither allocated nor freed
     copy-out                    has no parameters to copy
-    gradients                   reach the reduce-scatter with the index of their parameter
+    gradients                   reach the reduce-scatter with the index of their parameter, early where they can
 """
 
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,10 @@ class SlotParam(FSDPParam):  # type: ignore[misc]
         inputs: list[torch.Tensor] = super().all_gather_inputs
         return inputs if self._tide_cast is None else [tensor.to(self._tide_cast) for tensor in inputs]
 
+    def init_unsharded_param(self) -> None:
+        super().init_unsharded_param()
+        self._tide_binding.listen(self._tide_index)
+
     def alloc_all_gather_outputs(self) -> None:
         """The slot is there already."""
 
@@ -61,7 +65,7 @@ class SlotParam(FSDPParam):  # type: ignore[misc]
 
     def _tide_collect(self, gradient: torch.Tensor) -> torch.Tensor:
         """Note the gradient with its parameter's index, on its way to the reduce-scatter."""
-        self._tide_binding.gradients.append((self._tide_index, gradient))
+        self._tide_binding.reduction.gradients.append((self._tide_index, gradient))
         # FSDP2 reorders gradients of parameters sharded on another dim than 0: a ticket lets it believe so.
         return gradient if self.fsdp_placement.dim == 0 else GradTicket(gradient)
 
@@ -86,6 +90,10 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
                 param_all_gather_input_dtypes=[], param_all_gather_input_numels=[], all_gather_input_split_sizes=[]
             )
 
+    def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._tide_binding.reduction.abandon()
+        return super().pre_forward(*args, **kwargs)
+
     def _to_sharded(self) -> None:
         if not self.is_sharded:
             super()._to_sharded()
@@ -99,8 +107,10 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
     def post_backward(self, *unused: Any) -> None:
         binding = self._tide_binding
         binding.require_comms()
-        binding.begin_reduce()
+        binding.reduction.begin()
         try:
             super().post_backward(*unused)
         finally:
-            binding.end_reduce()
+            binding.reduction.end()
+            # The next backward's parameters may differ: an optimizer may step before it.
+            binding.overwritten()

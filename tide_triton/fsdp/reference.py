@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from tide_triton.fsdp.binding import reduction_of
+from tide_triton.fsdp.group_reduce import reduction_of
 from tide_triton.fsdp.internals import groups_of
 from tide_triton.kernels import accumulate_reference
 from tide_triton.traffic import Traffic

@@ -30,7 +30,8 @@ class GroupReport:
 class Report:
     """All groups of one attached model on this rank. `str()` is a table.
 
-    window_nbytes: bytes of all windows of this rank: slots, and landings of gradients where those were needed.
+    window_nbytes: bytes of all windows of this rank: slots, and the ring that gradients go through.
+    ring_nbytes: the ring's part of them, 0 where none was needed.
     slots_grown: how many slots were added because groups were held longer than the model had shown at attach.
     """
 
@@ -40,6 +41,7 @@ class Report:
     groups: tuple[GroupReport, ...]
     window_nbytes: int
     slots_grown: int
+    ring_nbytes: int
     _width: int = field(default=160, repr=False)
 
     @property
@@ -77,7 +79,8 @@ class Report:
                 g.why,
             )
         grown = f", {self.slots_grown} slots added on the way" if self.slots_grown else ""
-        table.caption = f"{self.window_nbytes / 1e6:.3f} MB in windows on this rank{grown}"
+        ring = f", {self.ring_nbytes / 1e6:.3f} of them the ring" if self.ring_nbytes else ""
+        table.caption = f"{self.window_nbytes / 1e6:.3f} MB in windows on this rank{ring}{grown}"
         console = Console(width=self._width, file=io.StringIO())
         with console.capture() as capture:
             console.print(table)

@@ -93,11 +93,11 @@ class Predivision(Protocol):
 class ReduceTicket(_Ticket):
     """The flat input of a reduce-scatter that reads gradients where they are.
 
-    keep: the gradients that are being read, alive as long as the ticket.
+    keep: whatever holds the gradients that are being read, alive as long as the ticket.
     """
 
     to_whom: Predivision
-    keep: Sequence[torch.Tensor]
+    keep: Sequence[object]
 
     @staticmethod
     def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, to: Predivision) -> "ReduceTicket":

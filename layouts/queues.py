@@ -1,0 +1,139 @@
+"""The all-gather over many nodes, chunk by chunk: what a rank puts, in which order, and what each put waits for.
+
+A rank has two queues, one over its rail and one inside its node, and they run beside each other. Puts of a queue start
+in order; a put waits until its chunk has landed, and until the put `depth` places before it has been acknowledged:
+
+    rail    b0.0  b0.1 | b0.0  b0.1  b1.0  b1.1 | ...       own block b0 first, then what earlier rounds brought
+            round 0    | round 1: b1.0 as soon as it has landed, though b1.1 is still under way
+    local   b0.0 -> g+1, g+2, ...   b0.1 -> g+1, g+2, ...   b1.0 -> g+1, g+2, ...
+
+`depth` counts the chunks of the rail's queue, and inside the node those to each peer. An acknowledgement says that a
+chunk has landed. It waits for nothing else, so neither window can block for good: what a put waits for always comes
+from an earlier round, or from earlier in its own queue.
+
+Empty blocks are not sent, and the numbers of rounds stay what they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tide_triton.layouts.pacing import Pacing, Wait
+from tide_triton.layouts.rails import forwards, receives, sends
+from tide_triton.layouts.slots import SlotLayout
+from tide_triton.layouts.spec import SpecError
+from tide_triton.layouts.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPut:
+    """Chunk `chunk` of rank `block`'s block, `nbytes` bytes, goes to the same place of `peer`'s slot.
+
+    round: ranks whose queues of the same kind are in the same round put to different ranks.
+    number: how many puts of this rank to `peer` it makes.
+    waits_for: what must have landed before; None for this rank's own block.
+    """
+
+    round: int
+    peer: int
+    block: int
+    chunk: int
+    nbytes: int
+    number: int
+    waits_for: Wait | None
+
+
+@dataclass(frozen=True, slots=True)
+class PutQueue:
+    """Puts in the order in which they start, `depth` of them unacknowledged at most."""
+
+    puts: tuple[ChunkPut, ...]
+    depth: int
+
+    def credit(self, index: int) -> Wait | None:
+        """What must have been acknowledged before put `index` starts; None for the first `depth` puts."""
+        if index < self.depth:
+            return None
+        earlier = self.puts[index - self.depth]
+        return Wait("acknowledged", earlier.peer, earlier.number)
+
+
+def block_sizes(layout: SlotLayout) -> tuple[int, ...]:
+    """Bytes of each rank's block: of its shards of all the group's tensors."""
+    indices = range(len(layout.places))
+    return tuple(sum(layout.region(index, rank).nbytes for index in indices) for rank in range(layout.spec.world_size))
+
+
+def rail_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> PutQueue:
+    """What `rank` puts over its rail.
+
+    sizes: bytes of each rank's block. Raises SpecError unless there is one for each rank of the topology.
+    """
+    _check_sizes(topology, sizes)
+    landings = _landings(topology, rank, sizes, pacing)
+    puts = []
+    for send in sends(topology, rank):
+        number = 0
+        for block in send.blocks:
+            for chunk, nbytes in enumerate(pacing.chunk_sizes(sizes[block])):
+                number += 1
+                wait = _landed(landings, block, chunk)
+                puts.append(ChunkPut(send.round, send.peer, block, chunk, nbytes, number, wait))
+    return PutQueue(tuple(puts), pacing.depth)
+
+
+def local_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> PutQueue:
+    """What `rank` puts inside its node; arguments as for `rail_queue`. Peers take turns, chunk after chunk."""
+    _check_sizes(topology, sizes)
+    landings = _landings(topology, rank, sizes, pacing)
+    most, puts, number = pacing.chunks(max(sizes)), [], 0
+    for turn, forward in enumerate(forwards(topology, rank)):
+        for chunk, nbytes in enumerate(pacing.chunk_sizes(sizes[forward.block])):
+            number += 1
+            wait = _landed(landings, forward.block, chunk)
+            first = (turn * most + chunk) * len(forward.peers)
+            puts += (
+                ChunkPut(first + step, peer, forward.block, chunk, nbytes, number, wait)
+                for step, peer in enumerate(forward.peers)
+            )
+    # So many places back is the same peer, `depth` chunks ago.
+    return PutQueue(tuple(puts), pacing.depth * max(topology.gpus_per_node - 1, 1))
+
+
+def arrivals(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> tuple[Wait, ...]:
+    """What must have landed for `rank` to hold every block; arguments as for `rail_queue`.
+
+    One entry for each rank that puts anything into its slot: first those of the rail, round by round, then those of the
+    node. They are also the only ranks that need to be told when the slot is vacant.
+    """
+    _check_sizes(topology, sizes)
+    counts = [(receive.source, receive.blocks) for receive in receives(topology, rank)]
+    peers = (peer for peer in topology.local_ranks(topology.node(rank)) if peer != rank)
+    counts += ((peer, topology.rail(topology.gpu(peer))) for peer in peers)
+    waits = (Wait("landed", source, sum(pacing.chunks(sizes[block]) for block in blocks)) for source, blocks in counts)
+    return tuple(wait for wait in waits if wait.count)
+
+
+def _landings(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> dict[int, tuple[int, int]]:
+    """Of each block that comes over the rail: who puts it, and how many chunks it has put before."""
+    landings = {}
+    for receive in receives(topology, rank):
+        before = 0
+        for block in receive.blocks:
+            landings[block] = (receive.source, before)
+            before += pacing.chunks(sizes[block])
+    return landings
+
+
+def _landed(landings: dict[int, tuple[int, int]], block: int, chunk: int) -> Wait | None:
+    if block not in landings:
+        return None
+    source, before = landings[block]
+    return Wait("landed", source, before + chunk + 1)
+
+
+def _check_sizes(topology: Topology, sizes: Sequence[int]) -> None:
+    if len(sizes) != topology.world_size:
+        raise SpecError(
+            f"sizes must hold one entry for each of {topology.nodes} nodes x {topology.gpus_per_node} GPUs, "
+            f"got {len(sizes)}"
+        )

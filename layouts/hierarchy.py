@@ -9,7 +9,7 @@ order, then over the nodes in node order, whoever owns the shard:
 
     partial[n] = round_wire((x[n,0] + x[n,1]) + ...)        shard = (partial[0] + partial[1]) + ...
 
-both in fp32 (fp64 where gradients are). The own node's partial is rounded like all others; on a single node, where no
+both in fp32 (fp64 where gradients are). The owner's own partial is rounded like all others; on a single node, where no
 partial travels, nothing is rounded. The sum over nodes is kept in the shard, to which partials are added one by one.
 
 Node order and rings of a fixed size leave one way to go. All nodes take the destinations in the same order, chunk 0 of
@@ -23,12 +23,12 @@ nodes 0, 1, ..., then chunk 1 of each, and every node is one round behind the on
 No column names a destination twice: no two nodes put to the same one. A diagonal is one chunk, and its partials come
 in node order. In round t, nodes n and d with n + d = t (mod nodes) exchange partials. The price is the nodes - 1 rounds
 by which the last node starts later, so a chunk should be small beside a shard. Starting every node with another
-destination would save them, but then partials come in an order of their own at each owner, or have to be kept: one
-chunk for each node.
+destination would save them, but then either partials come in an order of its own at each owner, or they must be kept,
+a chunk for each node: that is what a `depth` of as many chunks as there are nodes does.
 
 No clock keeps the rounds, only credits do. Partial number p = chunk * nodes + n of a shard goes to slot p % depth of
 its owner's ring, once the owner has added number p - depth. So at most `depth` partials come to a rank at a time, and
-as many leave it, which keeps rails busy where rounds drift apart; with a depth of 1 the rounds are as drawn.
+as many leave it, which keeps rails busy where rounds drift apart; with a depth of 1 no two ever come at once.
 
 Whatever a step waits for belongs to an earlier round, or to the same one and an earlier kind of step (put, sum, put,
 sum), and nothing else holds up a signal. So nothing blocks for good, whether a rank does its steps one by one, in the

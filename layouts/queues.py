@@ -1,15 +1,16 @@
 """The all-gather over many nodes, chunk by chunk: what a rank puts, in which order, and what each put waits for.
 
-A rank has two queues, one over its rail and one inside its node, and they run beside each other. Puts of a queue start
-in order; a put waits until its chunk has landed, and until the put `depth` places before it has been acknowledged:
+A rank has two queues, one over its rail and one inside its node. They run beside each other; a rank that can do but one
+thing at a time goes through the rail's first. Puts of a queue start in order; a put waits until its chunk has landed,
+and until the put `depth` places before it has been acknowledged:
 
     rail    b0.0  b0.1 | b0.0  b0.1  b1.0  b1.1 | ...       own block b0 first, then what earlier rounds brought
             round 0    | round 1: b1.0 as soon as it has landed, though b1.1 is still under way
     local   b0.0 -> g+1, g+2, ...   b0.1 -> g+1, g+2, ...   b1.0 -> g+1, g+2, ...
 
 `depth` counts the chunks of the rail's queue, and inside the node those to each peer. An acknowledgement says that a
-chunk has landed. It waits for nothing else, so neither window can block for good: what a put waits for always comes
-from an earlier round, or from earlier in its own queue.
+chunk has landed and waits for nothing else, so neither window can block for good: what a put waits for comes from an
+earlier round, from earlier in its own queue, or, inside the node, from a rail.
 
 Empty blocks are not sent, and the numbers of rounds stay what they are.
 """
@@ -85,7 +86,8 @@ def local_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pac
     """What `rank` puts inside its node; arguments as for `rail_queue`. Peers take turns, chunk after chunk."""
     _check_sizes(topology, sizes)
     landings = _landings(topology, rank, sizes, pacing)
-    most, puts, number = pacing.chunks(max(sizes)), [], 0
+    most, number = pacing.chunks(max(sizes)), 0
+    puts: list[ChunkPut] = []
     for turn, forward in enumerate(forwards(topology, rank)):
         for chunk, nbytes in enumerate(pacing.chunk_sizes(sizes[forward.block])):
             number += 1

@@ -1,7 +1,7 @@
 """Naive torch twins of the kernels: the same results bit by bit (but for NaN payloads), one tensor after the other.
 
-They run on CPU tensors, and say what the kernels mean. They check nothing: `place` and `accumulate` do, before either
-engine runs.
+They run on CPU tensors, and say what the kernels mean. They check nothing: `place`, `accumulate` and
+`prepare_multimem` do, before either engine runs.
 """
 
 from collections.abc import Sequence
@@ -76,3 +76,25 @@ def accumulate_reference(
         return None
     device = outputs[0].device if outputs else torch.device("cpu")
     return torch.tensor([squares, nonfinite], dtype=torch.float64, device=device)
+
+
+def multimem_reference(
+    contributions: Sequence[Sequence[torch.Tensor]],
+    outputs: Sequence[torch.Tensor],
+    *,
+    premultiply: float = 1.0,
+    divisor: float = 1.0,
+) -> None:
+    """Twin of `prepare_multimem` with the emulated switch: bf16 added in fp32 in rank order, sums rounded to bf16."""
+    for ranks, output in zip(contributions, outputs, strict=True):
+        total = ranks[0].reshape(-1).to(torch.float32)
+        for contribution in ranks[1:]:
+            total = total + contribution.reshape(-1).to(torch.float32)
+        total = cast(total, torch.bfloat16).to(torch.float32)
+        if premultiply != 1.0:
+            total = total * torch.tensor(premultiply, dtype=torch.float32, device=output.device)
+        if divisor != 1.0:
+            total = total / torch.tensor(divisor, dtype=torch.float32, device=output.device)
+        flat = output.view(-1)
+        flat[: total.numel()] = cast(total, output.dtype)
+        flat[total.numel() :] = 0

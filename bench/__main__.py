@@ -11,6 +11,7 @@ import typer
 app = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
 VARIANTS = "floor,stock,symm,tide"
+ALL_VARIANTS = "floor,stock,symm,tide,tide_ring,tide_early"
 
 Models = Annotated[
     list[str] | None,
@@ -21,7 +22,7 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="In place
 Transport = Annotated[str, typer.Option(help="TIDE's transport: auto, nccl, symm or host.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model, in place of what fits in memory.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")]
-Variants = Annotated[str, typer.Option(help="What to train, comma-separated: floor,stock,symm,tide.")]
+Variants = Annotated[str, typer.Option(help=f"What to train, comma-separated: {ALL_VARIANTS}.")]
 
 
 def _run(
@@ -53,11 +54,11 @@ def _run(
 
 
 def _chosen(text: str) -> tuple[str, ...]:
-    known = VARIANTS.split(",")
+    known = ALL_VARIANTS.split(",")
     chosen = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [part for part in chosen if part not in known]
     if unknown or not chosen:
-        raise typer.BadParameter(f"{unknown or text!r}: choose from {VARIANTS}", param_hint="--variants")
+        raise typer.BadParameter(f"{unknown or text!r}: choose from {ALL_VARIANTS}", param_hint="--variants")
     return chosen
 
 

@@ -6,14 +6,17 @@
 | stock   | FSDP2 as it is: bf16 parameters, fp32 reduction                                                   |
 | symm    | the same, all-gather outputs in symmetric memory and NCCL's zero-CTA policy                       |
 | tide    | the same under `tide_triton.attach`                                                               |
+| tide_ring | the same with `slot_reuse=False`: gradients go through the ring                             |
+| tide_early | the same, and they do so as autograd produces them                                         |
 
 Each is built, run and freed before the next, from the same weights and inputs. Steps follow each other as in training:
 a step ends where the next begins on the stream. First one step's gradients are compared, bit by bit through a 128-bit
-fingerprint of every shard, with deterministic attention; stock twice, so that a difference means something.
+fingerprint of every shard, with deterministic attention; stock twice, so that a difference means something, and TIDE
+often enough for gradients to be sent as autograd produces them.
 
-A row: model, layers, tokens, floor_ms, stock_ms, symm_ms, tide_ms (each with _p20_ms, _p80_ms and _host_us: what the
+A row: model, layers, tokens, floor_ms, stock_ms, symm_ms, ... (each with _p20_ms, _p80_ms and _host_us: what the
 host takes to enqueue a step), peak_gib {variant: allocator's peak in the timed steps + windows}, windows_gib,
-grads_equal (tide to stock), symm_grads_equal, stock_repeats, closed (of the room between stock and floor),
+grads_equal (tide to stock; VARIANT_grads_equal for the others), stock_repeats, closed (of the room between stock and floor),
 gain_over_stock, gain_over_symm, losses, notes.
 """
 
@@ -23,7 +26,7 @@ import itertools
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +46,14 @@ from bench.timing import Timing, percentile
 from tide_triton.models import ModelSpec
 from tide_triton.transports.select import TransportName
 
+#: Options of `attach` by variant.
+TIDE: Mapping[str, dict[str, Any]] = {
+    "tide": {},
+    "tide_ring": {"slot_reuse": False},
+    "tide_early": {"slot_reuse": False, "early_reduce": True},
+}
 VARIANTS = ("floor", "stock", "symm", "tide")
+ALL_VARIANTS = ("floor", "stock", "symm", *TIDE)
 
 _WARMUP = 3
 _SEED = 1234
@@ -150,9 +160,10 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     notes += [f"compared without strict determinism: {why_not}"] if why_not else []
     row: Row = {"experts": experts, "attention": "flash", "deterministic": not why_not, "notes": notes}
     case = replace(case, strict=not why_not)
-    runs = {"floor": _floor, "stock": _stock, "symm": _symm, "tide": _tide}
+    runs: dict[str, Callable[[Case, str], Outcome]] = {"floor": _floor, "stock": _stock, "symm": _symm}
+    runs |= {name: functools.partial(_tide, attach=options) for name, options in TIDE.items()}
     outcomes: dict[str, Outcome] = {}
-    for variant in [v for v in ("floor", "stock", "tide", "symm") if v in variants]:
+    for variant in [v for v in ("floor", "stock", *TIDE, "symm") if v in variants]:
         row[f"{variant}_ms"] = None
         if variant == "symm" and case.zero.why_not is not None:
             row["notes"].append(f"symm: {case.zero.why_not}")
@@ -167,12 +178,14 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     row["losses"] = {name: o.losses for name, o in outcomes.items()}
     stock = outcomes.get("stock")
     row["stock_repeats"] = None if stock is None else case.here.everywhere(stock.repeats)
-    for name, field in (("tide", "grads_equal"), ("symm", "symm_grads_equal")):
+    fields = {name: "grads_equal" if name == "tide" else f"{name}_grads_equal" for name in ("symm", *TIDE)}
+    for name, field in fields.items():
         other = outcomes.get(name)
         row[field] = None
         if stock is not None and other is not None:
-            row[field] = case.here.everywhere(stock.fingerprints == other.fingerprints)
-    for name, field in (("tide", "grads_equal"), ("symm", "symm_grads_equal")):
+            same = stock.fingerprints == other.fingerprints and (other.repeats or not stock.repeats)
+            row[field] = case.here.everywhere(same)
+    for name, field in fields.items():
         if row[field] is False and row["stock_repeats"]:
             row[f"{name}_unchecked_ms"], row[f"{name}_ms"] = row[f"{name}_ms"], None
             row["error"] = f"{name}'s gradients differ from stock's, which repeat themselves: its time does not count"
@@ -194,7 +207,7 @@ def _tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -
 
 
 def _ratios(row: Row) -> Row:
-    floor, stock, symm, tide = (row.get(f"{name}_ms") for name in VARIANTS)
+    floor, stock, symm, tide = (row.get(f"{name}_ms") for name in ("floor", "stock", "symm", "tide"))
     ratios: Row = {}
     if tide and stock:
         ratios["gain_over_stock"] = 1 - tide / stock
@@ -268,14 +281,15 @@ def _symm(case: Case, experts: str) -> Outcome:
         case.zero.close()
 
 
-def _tide(case: Case, experts: str) -> Outcome:
+def _tide(case: Case, experts: str, *, attach: dict[str, Any]) -> Outcome:
     import tide_triton
 
     mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
     model = _sharded(case, experts, mesh)
-    tide_triton.attach(model, transport=case.transport, strict=True, timeout_s=TIMEOUT_S)
+    tide_triton.attach(model, transport=case.transport, strict=True, timeout_s=TIMEOUT_S, **attach)
     try:
-        outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes)
+        # From the fourth backward on gradients are sent as they come.
+        outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes, checks=4)
         report = tide_triton.report(model, quiet=True)
     except BaseException:
         # Windows must go; a model that stopped half way through a step may refuse.

@@ -20,6 +20,11 @@ from tide_triton.layouts import GroupSpec, TensorSpec
 from tide_triton.views import DTYPES
 
 
+def device_of(rank: int) -> torch.device:
+    """This rank's GPU, or the CPU under gloo, where a job can be rehearsed."""
+    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 class Block(nn.Module):
     """Linear layers and a norm; `hidden` need not divide by the ranks."""
 
@@ -35,11 +40,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks and a head."""
 
-    def __init__(self, hidden: int, checkpointed: bool) -> None:
+    def __init__(self, hidden: int, checkpointed: bool, blocks: int = 5) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.embedding = nn.Embedding(1001, 512)
-        self.blocks = nn.ModuleList(Block(512, hidden) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(512, hidden) for _ in range(blocks))
         self.head = nn.Linear(512, 1001, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

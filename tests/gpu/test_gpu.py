@@ -1,32 +1,16 @@
 """Two GPUs: exact, in time, by copy engine. Run by `make test-gpu`; skipped, and said so, elsewhere."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.gpu import jobs
+from tests.gpu.marks import TWO_GPUS
 from tests.ranks import Ranks, fresh_ranks
 from tests.test_collectives import gather_and_reduce
 from tide_triton.errors import PeerError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs of one machine"
-    ),
-    pytest.mark.timeout(300),
-]
+pytestmark = TWO_GPUS
 
 TRANSPORTS = ["nccl", "symm"]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Ranks]:
-    """Two ranks, a GPU each."""
-    ranks = Ranks(2, "nccl")
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

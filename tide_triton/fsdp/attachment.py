@@ -58,8 +58,8 @@ def attach(
     slots: int | None = None,
     strict: bool = False,
     reuse: bool = True,
-    slot_reuse: bool = False,
-    early_reduce: bool = True,
+    slot_reuse: bool = True,
+    early_reduce: bool = False,
     ring_depth: int = RING_DEPTH,
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     timeout_s: float = 600.0,
@@ -74,10 +74,12 @@ def attach(
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
     reuse: in backward, gather nothing where the parameters that forward gathered still lie in their slot, as those of
     the last groups do. They are then those of the forward, also if shards were changed in between.
-    slot_reuse: let gradients land in the slot that their group has just vacated, once its backward is over; False sends
-    them through a ring of fixed size, which does not grow with the group or the world.
-    early_reduce: send each gradient when autograd produces it, once two backwards of a group went alike, and drop it
-    when it is summed; without `slot_reuse` only. Ranks must produce gradients of different groups in the same order.
+    slot_reuse: let gradients land in the slot that their group has just vacated; False sends them through a ring of
+    fixed size, which does not grow with the group or the world. What cannot land (gradients of a group that is not
+    resharded, or wider than its parameters) goes through the ring by itself.
+    early_reduce: send each gradient through the ring when autograd produces it, once two backwards of a group went
+    alike, and drop it when it is summed. Costs host time for each; ranks must produce the gradients of different groups
+    in the same order.
     ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
     timeout_s: seconds that any rank waits for another before all of them raise.
 

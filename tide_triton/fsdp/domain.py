@@ -69,7 +69,7 @@ class Domain:
         ]
         for binding, index in zip(self.bindings, rotation.slot_of, strict=True):
             binding.slot = made[index]
-        if not self.options.slot_reuse:
+        if self.options.early_reduce or not self.options.slot_reuse:
             self.ring()
         taken = {(use.depth, index) for use, index in zip(uses, rotation.slot_of, strict=True) if use.depth is not None}
         self.slot_count = max((sum(d == depth for d, _ in taken) for depth in range(len(depths))), default=0)

@@ -247,7 +247,7 @@ class GroupReduce:
     def _note(self, collected: tuple[int, ...], output: torch.Tensor, reduction: Reduction) -> None:
         """The next reduction may begin early if it goes as this one: likely, where this one went as the one before."""
         options = self._binding.domain.options
-        if self.habit is not None or self.candidate is not None or options.slot_reuse or not options.early_reduce:
+        if self.habit is not None or self.candidate is not None or not options.early_reduce:
             return
         # Each gradient came once, and in this backward.
         once = len(self._produced) == len(collected) and set(self._produced) == set(collected)

@@ -13,8 +13,8 @@ class Options:
     slots: int | None = None
     strict: bool = False
     reuse: bool = True
-    slot_reuse: bool = False
-    early_reduce: bool = True
+    slot_reuse: bool = True
+    early_reduce: bool = False
     ring_depth: int = RING_DEPTH
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES
 

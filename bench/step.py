@@ -15,9 +15,9 @@ fingerprint of every shard, with deterministic attention; stock twice, so that a
 often enough for gradients to be sent as autograd produces them.
 
 A row: model, layers, tokens, floor_ms, stock_ms, symm_ms, ... (each with _p20_ms, _p80_ms and _host_us: what the
-host takes to enqueue a step), peak_gib {variant: allocator's peak in the timed steps + windows}, windows_gib,
-grads_equal (tide to stock; VARIANT_grads_equal for the others), stock_repeats, closed (of the room between stock and floor),
-gain_over_stock, gain_over_symm, losses, notes.
+host takes to enqueue a step), peak_gib {variant: allocator's peak in the timed steps + windows}, reserved_gib {variant:
+what the allocator held at its peak + windows}, windows_gib, grads_equal (tide to stock; VARIANT_grads_equal for the
+others), stock_repeats, closed (of the room between stock and floor), gain_over_stock, gain_over_symm, losses, notes.
 """
 
 import contextlib
@@ -64,10 +64,11 @@ Fingerprints = list[tuple[int, int]]
 
 @dataclass
 class Outcome:
-    """What one variant's run gave. peak_gib: windows included."""
+    """What one variant's run gave. peak_gib, reserved_gib: windows included."""
 
     timing: Timing
     peak_gib: float
+    reserved_gib: float
     windows_gib: float
     losses: list[float]
     fingerprints: Fingerprints
@@ -174,6 +175,7 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
             row |= outcome.timing.as_row(variant)
             case.here.say(f"      {variant}: {outcome.timing.ms:.1f} ms, {outcome.peak_gib:.1f} GiB")
     row["peak_gib"] = {name: o.peak_gib for name, o in outcomes.items()}
+    row["reserved_gib"] = {name: o.reserved_gib for name, o in outcomes.items()}
     row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}
     row["losses"] = {name: o.losses for name, o in outcomes.items()}
     stock = outcomes.get("stock")
@@ -353,10 +355,12 @@ def _measured(
             torch.cuda.reset_peak_memory_stats(here.device)
         timing = _times(here, case.steps, step)
     peak = torch.cuda.max_memory_allocated(here.device) if here.is_cuda else 0
+    reserved = torch.cuda.max_memory_reserved(here.device) if here.is_cuda else 0
     held = windows()
-    peak_gib, windows_gib = here.largest([(peak + held) / _GIB, held / _GIB])
+    sizes = [(peak + held) / _GIB, (reserved + held) / _GIB, held / _GIB]
+    peak_gib, reserved_gib, windows_gib = here.largest(sizes)
     same = all(other == prints[0] for other in prints)
-    return Outcome(timing, peak_gib, windows_gib, losses, prints[0] if prints else [], same)
+    return Outcome(timing, peak_gib, reserved_gib, windows_gib, losses, prints[0] if prints else [], same)
 
 
 def _times(here: Here, steps: int, step: Callable[[], object]) -> Timing:

@@ -3,23 +3,61 @@
     shard (fp32) --cast--> its place in the own slot (bf16) --put--> the same place of every other rank's slot
 
 Nothing is copied in or out: the cast writes the place that the parameter is read from, and the puts start there. Where
-the transport overlaps, pieces of the group travel while later ones are still cast.
+the transport overlaps, pieces of the group travel while later ones are still cast. What needs no cast is put from where
+it is, into the own slot as well, and then no kernel runs at all:
+
+    shard (bf16)                                    --put--> its place in every rank's slot
+    shard (fp32) --cast, once--> a copy that is kept --put--> its place in every rank's slot, as often as it is gathered
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tide_triton.kernels import prepare_place
 from tide_triton.kernels.launch import Prepared
-from tide_triton.layouts import Copy, SlotLayout
+from tide_triton.layouts import Copy, Region, SlotLayout
 from tide_triton.layouts.pieces import gather_pieces
+from tide_triton.layouts.slots import align
 from tide_triton.layouts.transfers import between, merge
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Put
+from tide_triton.transports import Mark, Put
 from tide_triton.views import DTYPES, region_view
 from tide_triton.windows import Slot, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What a gather does, by piece: a cast or nothing; puts into the own slot; puts to each peer."""
+
+    casts: list[Prepared | None]
+    own: list[Put | None]
+    puts: list[list[Put]]
+
+    @property
+    def is_reusable(self) -> bool:
+        casts = all(cast is None or cast.is_reusable for cast in self.casts)
+        own = all(put is None or put.is_reusable for put in self.own)
+        return casts and own and all(put.is_reusable for to_peers in self.puts for put in to_peers)
+
+
+class CastShards:
+    """The shards of one group in the dtypes of their slot, kept from one gather to the next.
+
+    `is_fresh` says whether it holds what the shards held when they were last cast, and is the caller's to reset.
+    """
+
+    def __init__(self, gather: "AllGather", device: torch.device) -> None:
+        sizes = [align(region.nbytes) for region in gather.regions]
+        self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.views = [
+            self.memory[start : start + region.nbytes].view(dtype)
+            for start, region, dtype in zip(starts, gather.regions, gather.dtypes, strict=True)
+        ]
+        self.is_fresh = False
 
 
 class AllGather:
@@ -31,73 +69,110 @@ class AllGather:
     def __init__(self, layout: SlotLayout, rank: int, *, smallest_piece: int | None = None) -> None:
         self.layout = layout
         self.rank = rank
+        #: Where this rank's shards lie in a slot, and of which dtype they are there.
+        self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
+        self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
         self._pieces = gather_pieces(layout, smallest_piece)
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
         self._wire_nbytes = sum(copy.nbytes for copies in self.copies for copy in copies)
-        self._regions = [layout.region(index, rank) for index in range(len(layout.places))]
-        self._dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._casts: Programs[list[Prepared]] = Programs()
-        self._puts: Programs[list[list[Put]]] = Programs()
+        self._programs: Programs[_Program] = Programs()
+        #: What graphs have captured, which they need as long as they are replayed.
+        self._captured: list[_Program] = []
 
     def _copies_of(self, piece: Sequence[int]) -> tuple[Copy, ...]:
-        regions = [self.layout.region(index, self.rank) for index in piece]
+        regions = [self.regions[index] for index in piece]
         return merge(copy for region in regions if (copy := between(region, region)) is not None)
 
-    def start(self, slot: Slot, shards: Sequence[torch.Tensor], what: str, traffic: Traffic) -> "Gathering":
+    def start(
+        self, slot: Slot, shards: Sequence[torch.Tensor], what: str, traffic: Traffic, kept: CastShards | None = None
+    ) -> "Gathering":
         """Open a turn of `slot`, cast `shards` into it and put them to every peer.
 
         shards: one per tensor of the group, contiguous, of any float dtype (other dtypes: the tensor's own); elements
         beyond the rank's shard (FSDP2's padding) are ignored.
         what: the group's name, for errors.
+        kept: where to keep what was cast, and where to find it while it is fresh.
         """
         transport = slot.transport
-        mark = None
+        cast_mark: Mark | None = None
+        sent: Mark | None = None
         with transport.lane("gather"):
             turn = slot.open(f"all-gather of {what}")
             with transport.lane("cast"):
-                key = (slot, *(shard.data_ptr() for shard in shards), *(shard.dtype for shard in shards))
-                casts = self._casts.get(key, lambda: self._prepare(slot, shards), _are_reusable)
-            puts = self._puts.get(slot, lambda: self._prepare_puts(slot), _are_all_reusable)
-            for number, (cast, to_peers) in enumerate(zip(casts, puts, strict=True)):
-                # Not after the puts before it: casts run ahead of the link.
+                program = self._program(slot, shards, kept)
+            for number, (cast, own, to_peers) in enumerate(zip(program.casts, program.own, program.puts, strict=True)):
+                # Not after the puts before it: casts run ahead of the link, and the own place is filled beside it.
                 with transport.lane("cast", joined=False):
-                    cast(transport.stream)
-                    mark = transport.mark()
+                    if cast is not None:
+                        cast(transport.stream)
+                        cast_mark = transport.mark()
+                    if own is not None:
+                        transport.put(own)
+                        sent = transport.mark()
                 if number == 0:
                     for peer in turn.peers:
                         turn.await_credit(peer)
-                transport.after(mark)
+                transport.after(cast_mark)
                 for put in to_peers:
                     transport.put(put)
             for peer in turn.peers:
                 turn.publish(peer)
-        # The shards have been read when the caller goes on: an optimizer may change them.
-        transport.after(mark)
+            if sent is not None:
+                # The own part is there too, and shards that were put themselves have been read.
+                transport.after(sent)
+                sent = transport.mark()
+        if kept is not None:
+            kept.is_fresh = True
+            transport.after(cast_mark)
+        else:
+            # The shards have been read when the caller goes on: an optimizer may change them.
+            transport.after(sent if sent is not None else cast_mark)
         traffic.wire_bytes += self._wire_nbytes * len(turn.peers)
         traffic.zero_copy += 1
         return Gathering(turn)
 
-    def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor]) -> list[Prepared]:
-        """The casts of `shards` into `slot`, by piece."""
+    # --- what is prepared ---
+
+    def _program(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
+        is_fresh = kept is not None and kept.is_fresh
+        if slot.transport.capture is not None:
+            self._captured.append(self._prepare(slot, shards, kept))
+            return self._captured[-1]
+        addresses = () if is_fresh else tuple(shard.data_ptr() for shard in shards)
+        key = (slot, id(kept), is_fresh, addresses, *(shard.dtype for shard in shards))
+        return self._programs.get(key, lambda: self._prepare(slot, shards, kept), lambda program: program.is_reusable)
+
+    def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
         with slot.transport.here():
-            return [self._prepare_piece(slot, shards, piece) for piece in self._pieces]
+            parts = [self._prepare_piece(slot, shards, kept, number) for number in range(len(self._pieces))]
+        return _Program([cast for cast, _, _ in parts], [own for _, own, _ in parts], [puts for _, _, puts in parts])
 
-    def _prepare_piece(self, slot: Slot, shards: Sequence[torch.Tensor], piece: Sequence[int]) -> Prepared:
-        sources, places = [], []
-        for index in piece:
-            region, dtype = self._regions[index], self._dtypes[index]
-            sources.append(shards[index].detach().reshape(-1)[: region.nbytes // dtype.itemsize])
-            places.append(region_view(slot.window.memory, region, dtype))
-        return prepare_place(sources, places)
-
-    def _prepare_puts(self, slot: Slot) -> list[list[Put]]:
-        """What goes to each peer from `slot`, by piece."""
-        memory = slot.window.memory
-        return [
-            [slot.transport.prepare(slot.window, peer, [(memory, copy) for copy in copies]) for peer in slot.peers]
-            for copies in self.copies
+    def _prepare_piece(
+        self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int
+    ) -> tuple[Prepared | None, Put | None, list[Put]]:
+        piece, memory, transport = self._pieces[number], slot.window.memory, slot.transport
+        sources = [
+            shards[index].detach().reshape(-1)[: self.regions[index].nbytes // self.dtypes[index].itemsize]
+            for index in piece
         ]
+        if kept is None and any(s.dtype != self.dtypes[index] for s, index in zip(sources, piece, strict=True)):
+            places = [region_view(memory, self.regions[index], self.dtypes[index]) for index in piece]
+            moves = [(memory, copy) for copy in self.copies[number]]
+            puts = [transport.prepare(slot.window, peer, moves) for peer in slot.peers]
+            return prepare_place(sources, places), None, puts
+        cast = None
+        if kept is not None:
+            if not kept.is_fresh:
+                cast = prepare_place(sources, [kept.views[index] for index in piece])
+            sources = [kept.views[index] for index in piece]
+        moves = [
+            (source, copy)
+            for source, index in zip(sources, piece, strict=True)
+            if (copy := between(Region(0, 1, source.nbytes, source.nbytes).merged(), self.regions[index])) is not None
+        ]
+        puts = [transport.prepare(slot.window, peer, moves) for peer in slot.peers]
+        return cast, transport.prepare(slot.window, self.rank, moves), puts
 
     def views(self, slot: Slot) -> list[torch.Tensor]:
         """The group's unsharded tensors as they lie in `slot`."""
@@ -120,11 +195,3 @@ class Gathering:
             self._turn.await_data()
             arrived = transport.mark()
         transport.after(arrived)
-
-
-def _are_reusable(programs: Sequence[Prepared]) -> bool:
-    return all(program.is_reusable for program in programs)
-
-
-def _are_all_reusable(puts: Sequence[Sequence[Put]]) -> bool:
-    return all(put.is_reusable for to_peers in puts for put in to_peers)

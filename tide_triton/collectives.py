@@ -38,6 +38,9 @@ class Collectives:
     One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned. Gradients go through
     a ring of two chunks of at most 64 MiB. Close it, or use it as a context manager, to give the windows back.
 
+    Both can be captured in a CUDA graph once each has run outside of one, and replayed with other contents of the same
+    tensors while this is open. Every rank replays the same graphs in the same order; no time limit watches replays.
+
     Raises SpecError where the group's size is not the spec's, MismatchError where ranks disagree, and what
     `tide_triton.attach` raises about windows and peers.
     """

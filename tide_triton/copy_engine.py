@@ -8,7 +8,8 @@ Streams are torch's handles (`torch.cuda.Stream.cuda_stream`). The legacy stream
 and everything on it waits for everything else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,25 @@ class CopyEngine:
         """Hold `stream` until the 32-bit word at `address` is at least `value` (as signed difference)."""
         _refuse_legacy(stream)
         self._check("cuStreamWaitValue32", self._driver.cuStreamWaitValue32(stream, address, value, 0))
+
+    def capture(self, stream: int) -> int:
+        """The number of the CUDA graph that `stream` is being captured into. Raises CudaCallError where none is."""
+        result = self._runtime.cudaStreamGetCaptureInfo(stream)
+        self._check("cudaStreamGetCaptureInfo", result)
+        return int(result[2])
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let this thread allocate, query and copy while a graph is captured: on streams that are not part of it."""
+        modes = self._runtime.cudaStreamCaptureMode
+        result = self._runtime.cudaThreadExchangeStreamCaptureMode(modes.cudaStreamCaptureModeRelaxed)
+        self._check("cudaThreadExchangeStreamCaptureMode", result)
+        try:
+            yield
+        finally:
+            self._check(
+                "cudaThreadExchangeStreamCaptureMode", self._runtime.cudaThreadExchangeStreamCaptureMode(result[1])
+            )
 
     def _check(self, call: str, result: Any) -> None:
         code = result[0] if isinstance(result, tuple) else result

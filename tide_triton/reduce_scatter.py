@@ -109,6 +109,7 @@ class ReduceScatter:
         #: What was prepared, to be moved to where gradients and outputs lie the next time.
         self._put_plans: dict[Hashable, _PutPlan] = {}
         self._sum_plans: dict[Hashable, Movable] = {}
+        self._captured: list[list[Prepared]] = []
         self._cuts: dict[Hashable, _Cut] = {}
 
     def __call__(
@@ -251,7 +252,9 @@ class ReduceScatter:
         tensors = (*gradients.values(), *into.values())
         layout = tuple((output.dtype, output.numel()) for output in into.values())
         key = (id(cut), first, len(slots), slots[0], reduction, layout)
-        plan = self._sum_plans.get(key)
+        captured = slots[0].transport.capture is not None
+        # What a graph has captured must stay as it is, for as long as the graph is replayed.
+        plan = None if captured else self._sum_plans.get(key)
         with slots[0].transport.here():
             if plan is not None and plan.move([tensor.data_ptr() for tensor in tensors]):
                 return plan.prepared
@@ -270,7 +273,9 @@ class ReduceScatter:
                 )
                 for slot, piece in zip(slots, pieces, strict=True)
             ]
-            if all(one.is_reusable for one in sums):
+            if captured:
+                self._captured.append(sums)
+            elif all(one.is_reusable for one in sums):
                 self._sum_plans[key] = Movable(sums, tensors)
         return sums
 

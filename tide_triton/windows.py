@@ -11,13 +11,16 @@ same order, so that a turn has the same number everywhere. In turn n:
 
 A rank raises READY for turn n only after its last use of turn n - 1, so nobody is ever overwritten. A turn may come in
 parts: WRITTEN counts n * PARTS + the parts that are there.
+
+Turns in a captured graph cannot be counted, since each replay is one more. They have words of their own, which hold no
+turn and which the waiting side clears: READY is 1 and WRITTEN the parts that are there.
 """
 
 from dataclasses import dataclass, field
 from typing import Final
 
 from tide_triton.layouts import flat
-from tide_triton.transports import READY, WRITTEN, Mark, Transport, Window
+from tide_triton.transports import CAPTURED_READY, CAPTURED_WRITTEN, READY, WRITTEN, Mark, Transport, Window
 
 #: Bytes of a chunk of a ring: large enough that few signals are needed, small enough not to matter beside a slot.
 RING_CHUNK_NBYTES: Final = 64 << 20
@@ -50,9 +53,11 @@ class Slot:
 
     def settle(self) -> None:
         """Until nothing of the latest turn is still on its way into this rank's slot."""
-        if self._latest is not None and not self._latest.is_complete:
+        latest = self._latest
+        # What a graph gathers is waited for in that graph.
+        if latest is not None and not latest.is_complete and latest.capture == self.transport.capture:
             with self.transport.lane("gather"):
-                self._latest.await_data()
+                latest.await_data()
                 arrived = self.transport.mark()
             self.transport.after(arrived)
 
@@ -73,10 +78,13 @@ class Slot:
         self.settle()
         self.content = None
         self.transport.after(self._vacant)
-        self.turn += 1
+        capture = self.transport.capture
+        if capture is None:
+            self.turn += 1
+        counter, value = (READY, self.turn) if capture is None else (CAPTURED_READY, 1)
         for peer in self.peers:
-            self.transport.signal(self.window, peer, READY, self.turn)
-        self._latest = Turn(self, self.turn, what, parts)
+            self.transport.signal(self.window, peer, counter, value)
+        self._latest = Turn(self, self.turn, what, parts, capture)
         return self._latest
 
     def close(self) -> None:
@@ -86,12 +94,16 @@ class Slot:
 
 @dataclass
 class Turn:
-    """One use of a slot, by every rank of its transport."""
+    """One use of a slot, by every rank of its transport.
+
+    capture: the CUDA graph that it is captured in, None for one that happens now.
+    """
 
     slot: Slot
     number: int
     what: str
     parts: int = 1
+    capture: int | None = None
     is_complete: bool = field(default=False, init=False)
 
     @property
@@ -101,16 +113,31 @@ class Turn:
 
     def await_credit(self, peer: int) -> None:
         """Until `peer`'s slot is vacant."""
-        self.slot.transport.wait(self.slot.window, peer, READY, self.number, f"{self.what}: credit")
+        transport, window, what = self.slot.transport, self.slot.window, f"{self.what}: credit"
+        if self.capture is None:
+            transport.wait(window, peer, READY, self.number, what)
+        else:
+            transport.wait(window, peer, CAPTURED_READY, 1, what)
+            transport.clear(window, peer, CAPTURED_READY)
 
     def publish(self, peer: int, part: int = 1) -> None:
         """Tell `peer` that the first `part` parts for it are there."""
-        self.slot.transport.signal(self.slot.window, peer, WRITTEN, self.number * PARTS + part)
+        transport, window = self.slot.transport, self.slot.window
+        if self.capture is None:
+            transport.signal(window, peer, WRITTEN, self.number * PARTS + part)
+        else:
+            transport.signal(window, peer, CAPTURED_WRITTEN, part)
 
     def await_part(self, part: int) -> None:
         """Until the first `part` parts from every peer are there."""
+        transport, window, what = self.slot.transport, self.slot.window, f"{self.what}: data"
         for peer in self.peers:
-            self.slot.transport.wait(self.slot.window, peer, WRITTEN, self.number * PARTS + part, f"{self.what}: data")
+            if self.capture is None:
+                transport.wait(window, peer, WRITTEN, self.number * PARTS + part, what)
+                continue
+            transport.wait(window, peer, CAPTURED_WRITTEN, part, what)
+            if part == self.parts:
+                transport.clear(window, peer, CAPTURED_WRITTEN)
 
     def await_data(self) -> None:
         """Until everything for this rank is there. Waits once, however often it is called."""

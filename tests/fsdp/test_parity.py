@@ -298,7 +298,13 @@ def _loss_all_reducing_every_other_time(model: nn.Module, tokens: torch.Tensor, 
 
 #: Ways in which gradients travel. Chunks of a few KiB, so that each group of these small models takes many pieces.
 _VARIANTS: list[dict[str, Any]] = [
-    {"slot_reuse": slot_reuse, "ring_depth": depth, "ring_chunk_nbytes": 6144, "early_reduce": depth != 2}
+    {
+        "slot_reuse": slot_reuse,
+        "ring_depth": depth,
+        "ring_chunk_nbytes": 6144,
+        "early_reduce": depth != 2,
+        "keep_cast": depth == 4,
+    }
     for slot_reuse in (False, True)
     for depth in (1, 2, 4)
 ]

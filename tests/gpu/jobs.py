@@ -1,5 +1,6 @@
 """What the ranks do in the GPU tests: importable functions of (rank, world_size, ...)."""
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -71,6 +72,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulated without sync": {"microbatches": 2, "sync_last_only": True},
     "accumulated with sync": {"microbatches": 2},
     "bf16 reduction": {"reduce_dtype": torch.bfloat16},
+    "through the ring": {"attach": {"slot_reuse": False, "ring_chunk_nbytes": 1 << 20, "ring_depth": 3}},
+    "gradients sent early": {
+        "attach": {"slot_reuse": False, "early_reduce": True, "ring_chunk_nbytes": 1 << 20},
+        "steps": 6,
+    },
+    "shards kept as cast": {"attach": {"keep_cast": True, "reuse": False}},
     "sharded on dim 1": {"placement": lambda p: Shard(1) if p.ndim == 2 else Shard(0)},
 }
 
@@ -87,6 +94,7 @@ def train(
     sync_last_only: bool = False,
     reduce_dtype: torch.dtype = torch.float32,
     placement: Any = None,
+    attach: dict[str, Any] | None = None,
     steps: int = 4,
 ) -> tuple[list[torch.Tensor], Any]:
     """Losses, gradients and final parameters of a short training, and TIDE's report (None for stock)."""
@@ -103,7 +111,7 @@ def train(
     if prepare is not None:
         prepare(model)
     if transport is not None:
-        tide_triton.attach(model, transport=transport, timeout_s=30)  # type: ignore[arg-type]
+        tide_triton.attach(model, transport=transport, timeout_s=30, **(attach or {}))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     seen = []
     for step in range(steps):
@@ -221,22 +229,58 @@ def stop(rank: int, world: int, transport: Any, timeout_s: float) -> float:
     return waited
 
 
-def capture(rank: int, world: int, transport: Any) -> str:
-    device = torch.device("cuda", rank)
-    spec = GroupSpec(world, (TensorSpec("w", (64, 8), "bfloat16"),))
-    shard = torch.ones(64 // world, 8, device=device)
-    with Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=20) as collectives:
-        collectives.all_gather([shard])
+def replay(rank: int, world: int, transport: Any) -> str:
+    """Both collectives in a graph, replayed with changed shards and gradients, eager calls and delays in between."""
+    device = device_of(rank)
+    specs = [random_spec(world, 77), GroupSpec(world, (TensorSpec("w", (5000, 801), "bfloat16"),))]
+    with contextlib.ExitStack() as stack:
+        groups = [
+            stack.enter_context(Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=30))
+            for spec in specs
+        ]
+        graphs = [_captured(rank, world, spec, group, device) for spec, group in zip(specs, groups, strict=True)]
+        delay = random.Random(rank)
+        for step in range(12):
+            for index, (graph, shards, gradients, views, outputs) in enumerate(graphs):
+                sources = [whole(t, 100 * step + i).to(device) for i, t in enumerate(specs[index].tensors)]
+                for shard, tensor, source in zip(shards, specs[index].tensors, sources, strict=True):
+                    shard.copy_(part(tensor, world, rank, source))
+                pushed = [
+                    [whole(t, 100 * step + 50 * r + i).to(device) for i, t in enumerate(specs[index].tensors)]
+                    for r in range(world)
+                ]
+                for gradient, now in zip(gradients, pushed[rank], strict=True):
+                    gradient.copy_(now)
+                torch.cuda._sleep(int(delay.random() * 3_000_000))
+                graph.replay()
+                got = [view.clone() for view in views], [output.clone() for output in outputs]
+                want = [s.to(DTYPES[t.dtype]) for t, s in zip(specs[index].tensors, sources, strict=True)]
+                sums = []
+                for i, tensor in enumerate(specs[index].tensors):
+                    total = part(tensor, world, rank, pushed[0][i])
+                    for peer in range(1, world):
+                        total = total + part(tensor, world, rank, pushed[peer][i])
+                    sums.append(total)
+                if not all(torch.equal(a, b) for a, b in zip(got[0], want, strict=True)):
+                    return f"step {step}: graph {index} gathers something else"
+                if not all(torch.equal(a, b) for a, b in zip(got[1], sums, strict=True)):
+                    return f"step {step}: graph {index} reduces to something else"
+                if step % 3 == 1:
+                    again = groups[index].all_gather(shards), groups[index].reduce_scatter(gradients, average=False)
+                    if not all(torch.equal(a, b) for a, b in zip(again[0] + again[1], got[0] + got[1], strict=True)):
+                        return f"step {step}: called after a replay, group {index} gives something else"
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                collectives.all_gather([shard])
-        except RuntimeError as error:
-            message = str(error)
-        else:
-            message = "captured"
-        torch.cuda.synchronize()
-        (w,) = collectives.all_gather([shard])
-        assert bool((w == 1).all())
-    return message
+    return ""
+
+
+def _captured(rank: int, world: int, spec: GroupSpec, group: Collectives, device: torch.device) -> tuple[Any, ...]:
+    shards = [part(t, world, rank, whole(t, 1).to(device)).clone() for t in spec.tensors]
+    gradients = [whole(t, 2).to(device) for t in spec.tensors]
+    for _ in range(2):
+        group.all_gather(shards)
+        group.reduce_scatter(gradients, average=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        views = group.all_gather(shards)
+        outputs = group.reduce_scatter(gradients, average=False)
+    return graph, shards, gradients, views, outputs

@@ -77,7 +77,9 @@ def equals_stock(rank: int, world: int, case: Case) -> Found:
     return Found(
         unlike_itself=difference(stock, again),
         unlike_stock=difference(stock, tide),
-        why_not_zero_copy=[f"{group.name}: {group.why}" for group in report.groups if group.why],
+        why_not_zero_copy=[
+            f"{group.name}: {group.why}" for group in report.groups if group.gather.fallback + group.reduce.fallback
+        ],
         layout_copy_bytes=report.gather.layout_copy_bytes + report.reduce.layout_copy_bytes,
         slots_grown=report.slots_grown,
         reused=report.gather.reused,

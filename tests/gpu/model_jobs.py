@@ -69,7 +69,9 @@ def equals_stock(rank: int, world: int, case: Case) -> Found:
         unlike_itself=_unlike(stock, again),
         unlike_stock=_unlike(stock, tide),
         losses=[value for _, value in tide if isinstance(value, float)],
-        why_not_zero_copy=[f"{group.name}: {group.why}" for group in report.groups if group.why],
+        why_not_zero_copy=[
+            f"{group.name}: {group.why}" for group in report.groups if group.gather.fallback + group.reduce.fallback
+        ],
         layout_copy_bytes=report.gather.layout_copy_bytes + report.reduce.layout_copy_bytes,
         moved=report.gather.zero_copy - report.gather.reused,
         reduces=report.reduce.zero_copy,

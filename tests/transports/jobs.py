@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tide_triton.layouts import Copy
 from tide_triton.transports import READY, WRITTEN, shared_memory
+from tide_triton.transports.base import COUNTERS
 from tide_triton.transports.host import HostTransport, header_nbytes
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.shared_memory import DIRECTORY
@@ -67,7 +68,7 @@ def leave_the_window(rank: int, world: int) -> list[str]:
             transport.prepare(window, 1 - rank, [(torch.zeros(64, dtype=torch.uint8), copy)])
         except IndexError as error:
             refused.append(str(error))
-    for counter, peer in ((2, 0), (-1, 0), (1, world)):
+    for counter, peer in ((COUNTERS, 0), (-1, 0), (1, world)):
         try:
             window.word(peer, counter)
         except IndexError as error:
@@ -75,7 +76,7 @@ def leave_the_window(rank: int, world: int) -> list[str]:
     transport.signal(window, 1 - rank, WRITTEN, 2**62)
     transport.wait(window, 1 - rank, WRITTEN, 2**62, "test")
     assert window.memory.tolist() == [7] * 64
-    assert header_nbytes(world) >= 2 * world * 8
+    assert header_nbytes(world) >= COUNTERS * world * 8
     transport.close()
     return refused
 

@@ -60,6 +60,7 @@ def attach(
     reuse: bool = True,
     slot_reuse: bool = True,
     early_reduce: bool = False,
+    keep_cast: bool = False,
     ring_depth: int = RING_DEPTH,
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     timeout_s: float = 600.0,
@@ -80,6 +81,8 @@ def attach(
     early_reduce: send each gradient through the ring when autograd produces it, once two backwards of a group went
     alike, and drop it when it is summed. Costs host time for each; ranks must produce the gradients of different groups
     in the same order.
+    keep_cast: keep each shard as it was cast for forward, so that backward gathers without a kernel; takes the bytes of
+    all shards once more, in the parameters' dtype.
     ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
@@ -103,7 +106,7 @@ def attach(
     # A problem that only one rank has must not leave the others waiting for it, so every rank comes to the meetings,
     # whatever it has found so far.
     problem: Exception | None = None
-    options = Options(slots, strict, reuse, slot_reuse, early_reduce, ring_depth, ring_chunk_nbytes)
+    options = Options(slots, strict, reuse, slot_reuse, early_reduce, keep_cast, ring_depth, ring_chunk_nbytes)
     try:
         check_free(sites)
         check_options(sites, stock, options, transport=transport, timeout_s=timeout_s)
@@ -201,6 +204,7 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
         sum(d.pool.nbytes for d in attachment.domains),
         sum(d.grown for d in attachment.domains),
         sum(d.pool.ring_nbytes for d in attachment.domains),
+        sum(b.cast_nbytes for d in attachment.domains for b in d.bindings),
     )
     if not quiet and (not dist.is_initialized() or dist.get_rank() == 0):
         print(result)

@@ -6,12 +6,13 @@ both the same on every rank.
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from tide_triton.all_gather import AllGather, Gathering
+from tide_triton.all_gather import AllGather, CastShards, Gathering
 from tide_triton.errors import AttachError, SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.group_reduce import GradientHook, GroupReduce
@@ -43,6 +44,7 @@ class GroupBinding:
         self._deferred = False
         self._reusing = False
         self._bound = False
+        self._cast: CastShards | None = None
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._warned: set[str] = set()
         self.plan()
@@ -64,6 +66,7 @@ class GroupBinding:
         )
         self.layout = SlotLayout(spec)
         self._gatherer = AllGather(self.layout, transport.rank, smallest_piece=transport.piece_nbytes)
+        self._cast = None
         self.reduction.replan()
 
     def dtypes_changed(self) -> None:
@@ -140,6 +143,17 @@ class GroupBinding:
         if self.slot is not None:
             self.slot.content = None
 
+    def used(self) -> None:
+        """A backward is over: the next may want other parameters, for an optimizer may step before it."""
+        self.overwritten()
+        if self._cast is not None:
+            self._cast.is_fresh = False
+
+    @property
+    def cast_nbytes(self) -> int:
+        """Bytes of the shards that are kept as they were cast."""
+        return 0 if self._cast is None else self._cast.memory.nbytes
+
     def vacate(self) -> None:
         """The parameters were resharded: what has been enqueued so far is the last to read them from the slot."""
         if self._bound and self.slot is not None:
@@ -155,6 +169,7 @@ class GroupBinding:
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._cast = None
         self._bound = False
         self.slot = None
 
@@ -242,8 +257,18 @@ class GroupBinding:
         self._deferred = False
         # Read now, not at attach: loading and `to_empty` replace them.
         shards = [p._sharded_param_data for p in self.params]
-        self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather)
+        if self._cast is not None and not internals.is_in_backward(self.group):
+            self._cast.is_fresh = False
+        self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather, self._kept(shards))
         self.slot.content = self
+
+    def _kept(self, shards: Sequence[torch.Tensor]) -> CastShards | None:
+        """Where the shards are kept as they are cast, with that option and where they are cast at all."""
+        if self.domain.options.keep_cast and self._cast is None:
+            dtypes = [internals.slot_dtype(p) for p in self.params]
+            if any(shard.dtype != dtype for shard, dtype in zip(shards, dtypes, strict=True)):
+                self._cast = CastShards(self._gatherer, self.domain.transport.device)
+        return self._cast
 
     def finish_gather(self) -> None:
         """Until every peer's shards are in the slot."""

@@ -15,6 +15,7 @@ class Options:
     reuse: bool = True
     slot_reuse: bool = True
     early_reduce: bool = False
+    keep_cast: bool = False
     ring_depth: int = RING_DEPTH
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES
 
@@ -22,7 +23,7 @@ class Options:
         """Raise AttachError for a value that cannot be."""
         if self.slots is not None and not _is_count(self.slots):
             raise AttachError(f"slots must be an integer >= 1, or None to size it from the model; got {self.slots!r}")
-        for name in ("strict", "reuse", "slot_reuse", "early_reduce"):
+        for name in ("strict", "reuse", "slot_reuse", "early_reduce", "keep_cast"):
             if not isinstance(value := getattr(self, name), bool):
                 raise AttachError(f"{name} must be True or False, got {value!r}")
         if not _is_count(self.ring_depth):

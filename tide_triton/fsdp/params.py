@@ -112,5 +112,4 @@ class SlotParamGroup(FSDPParamGroup):  # type: ignore[misc]
             super().post_backward(*unused)
         finally:
             binding.reduction.end()
-            # The next backward's parameters may differ: an optimizer may step before it.
-            binding.overwritten()
+            binding.used()

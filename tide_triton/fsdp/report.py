@@ -32,6 +32,7 @@ class Report:
 
     window_nbytes: bytes of all windows of this rank: slots, and the ring that gradients go through.
     ring_nbytes: the ring's part of them, 0 where none was needed.
+    cast_nbytes: bytes of shards that are kept as they were cast (`keep_cast`), beside the windows.
     slots_grown: how many slots were added because groups were held longer than the model had shown at attach.
     """
 
@@ -42,6 +43,7 @@ class Report:
     window_nbytes: int
     slots_grown: int
     ring_nbytes: int
+    cast_nbytes: int
     _width: int = field(default=160, repr=False)
 
     @property

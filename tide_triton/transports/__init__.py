@@ -6,6 +6,15 @@ host.py         processes of one machine, windows in POSIX shared memory
 shared_memory.py, peers.py    what host.py stands on: anonymous segments, and who is still alive
 """
 
-from tide_triton.transports.base import READY, WRITTEN, Mark, Put, Transport, Window
+from tide_triton.transports.base import (
+    CAPTURED_READY,
+    CAPTURED_WRITTEN,
+    READY,
+    WRITTEN,
+    Mark,
+    Put,
+    Transport,
+    Window,
+)
 
-__all__ = ["READY", "WRITTEN", "Mark", "Put", "Transport", "Window"]
+__all__ = ["CAPTURED_READY", "CAPTURED_WRITTEN", "READY", "WRITTEN", "Mark", "Put", "Transport", "Window"]

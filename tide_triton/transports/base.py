@@ -21,8 +21,12 @@ from tide_triton.layouts import Copy
 
 READY: Final = 0
 WRITTEN: Final = 1
+#: The same for turns in a captured graph, replayed with the values they were captured with: whoever has waited for one
+#: clears it, before it does what the peer waits for before it raises it again.
+CAPTURED_READY: Final = 2
+CAPTURED_WRITTEN: Final = 3
 #: How many kinds of counter a window has.
-COUNTERS: Final = 2
+COUNTERS: Final = 4
 
 #: What runs beside the caller, each in an order of its own.
 Lane = Literal["gather", "cast", "reduce", "sum"]
@@ -113,6 +117,15 @@ class Transport(Protocol):
         """
         ...
 
+    def clear(self, window: Window, peer: int, counter: int) -> None:
+        """Set this rank's `counter` of `peer` back to 0, for turns in a captured graph."""
+        ...
+
+    @property
+    def capture(self) -> int | None:
+        """Which CUDA graph is being captured in the order that is current, None while none is."""
+        ...
+
     @property
     def piece_nbytes(self) -> int | None:
         """Bytes of the smallest piece in which collectives should go, None for all at once."""
@@ -131,7 +144,7 @@ class Transport(Protocol):
         ...
 
     def here(self) -> AbstractContextManager[None]:
-        """Let torch itself allocate and work in the order that is current."""
+        """Let torch itself allocate and work in the order that is current; at once where a graph is being captured."""
         ...
 
     def mark(self) -> Mark | None:

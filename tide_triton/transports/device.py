@@ -95,6 +95,14 @@ class _Raw:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """An event, and the graph under capture in which it was recorded, if any."""
+
+    event: torch.cuda.Event
+    capture: int | None
+
+
 class DeviceTransport(abc.ABC):
     """A transport between GPUs of one machine, over symmetric memory that the subclass allocates.
 
@@ -113,7 +121,7 @@ class DeviceTransport(abc.ABC):
         self._timeout_s = timeout_s
         self._engine = CopyEngine()
         self._peers = Peers(rendezvous, timeout_s)
-        self._watchdog = Watchdog(timeout_s, self._peers.why_aborted, self._give_up)
+        self._watchdog = Watchdog(timeout_s, self._peers.why_aborted, self._give_up, self._engine.relaxed)
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._active: torch.cuda.Stream | None = None
         self._callers: dict[int, torch.cuda.Stream] = {}
@@ -181,6 +189,16 @@ class DeviceTransport(abc.ABC):
         self._waiting = (what, peer)
         self._engine.wait(own.word(self.rank, peer, counter), value % _WORD, self._current().cuda_stream)
 
+    def clear(self, window: Window, peer: int, counter: int) -> None:
+        self._engine.write(_own(window).word(self.rank, peer, counter), 0, self._current().cuda_stream)
+
+    @property
+    def capture(self) -> int | None:
+        # Torch's current stream is the caller's also within lanes, which are captured with it.
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        return self._engine.capture(torch.cuda.current_stream(self.device).cuda_stream)
+
     @contextmanager
     def lane(self, name: Lane, *, joined: bool = True) -> Iterator[None]:
         stream = self._streams.get(name)
@@ -188,11 +206,6 @@ class DeviceTransport(abc.ABC):
             # Ahead of compute, whose kernels are many and long.
             stream = self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         outer = self._current()
-        if self._active is None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "tide_triton's collectives cannot be captured in a CUDA graph yet: their turns are counted on the "
-                "host. Capture the modules' computation only, or detach() before capturing"
-            )
         if joined:
             stream.wait_stream(outer)
         before, self._active = self._active, stream
@@ -208,18 +221,32 @@ class DeviceTransport(abc.ABC):
         return handle
 
     def here(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._current())
+        return torch.cuda.stream(self._current()) if self.capture is None else self._at_once()
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Work that a graph under capture must find done: on a stream that is not captured, and waited for."""
+        with self._engine.relaxed():
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                yield
+            stream.synchronize()
 
     def mark(self) -> Mark | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._current())
-        self._watchdog.watch(event, *self._waiting)
-        return event
+        capture = self.capture
+        if capture is None:
+            self._watchdog.watch(event, *self._waiting)
+        return _Mark(event, capture)
 
     def after(self, mark: Mark | None) -> None:
-        if mark is not None:
-            assert isinstance(mark, torch.cuda.Event)
-            self._current().wait_event(mark)
+        if mark is None:
+            return
+        assert isinstance(mark, _Mark)
+        # A mark outside of this capture is passed already: captures begin, and replays end, with everything done.
+        if mark.capture == self.capture:
+            self._current().wait_event(mark.event)
 
     @property
     def gave_up(self) -> bool:

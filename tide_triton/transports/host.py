@@ -152,6 +152,13 @@ class HostTransport:
         with self._fence:
             own.counters[peer][own.word(self.rank, counter)] = value
 
+    def clear(self, window: Window, peer: int, counter: int) -> None:
+        raise RuntimeError("the host transport takes part in no CUDA graph")
+
+    @property
+    def capture(self) -> int | None:
+        return None
+
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         self._check_usable()
         own = _own(window)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,23 @@ class Watchdog:
 
     aborted: the reason another rank gave for giving up, "" while none has.
     overdue: called once, from the watching thread, with the wait that took too long or with the other rank's reason.
+    relaxed: within it, this thread's CUDA calls leave graphs that others capture alone.
     """
 
     #: Seconds between looks.
     EVERY_S = 0.1
 
     def __init__(
-        self, timeout_s: float, aborted: Callable[[], str], overdue: Callable[[Watched | None, str], None]
+        self,
+        timeout_s: float,
+        aborted: Callable[[], str],
+        overdue: Callable[[Watched | None, str], None],
+        relaxed: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._timeout_s = timeout_s
         self._aborted = aborted
         self._overdue = overdue
+        self._relaxed = relaxed
         self._watched: deque[Watched] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,6 +66,11 @@ class Watchdog:
         self._watched.clear()
 
     def _run(self) -> None:
+        # Looking at events must not spoil a graph that another thread captures.
+        with self._relaxed():
+            self._watch_until_stopped()
+
+    def _watch_until_stopped(self) -> None:
         while not self._stop.wait(self.EVERY_S):
             while self._watched and self._watched[0].event.query():  # type: ignore[no-untyped-call]
                 self._watched.popleft()

@@ -13,6 +13,7 @@ class Traffic:
     layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
     fallback_reasons: how often each reason sent a call to the stock collective.
     early: reductions whose gradients were sent as autograd produced them.
+    in_slot: gradients that were written into the slot, over the weight that they are the gradient of.
     remarks: how often each thing worth knowing happened that is no fallback.
     """
 
@@ -23,6 +24,7 @@ class Traffic:
     fallback_reasons: Counter[str] = field(default_factory=Counter)
     reused: int = 0
     early: int = 0
+    in_slot: int = 0
     remarks: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -41,6 +43,7 @@ class Traffic:
         self.fallback += other.fallback
         self.reused += other.reused
         self.early += other.early
+        self.in_slot += other.in_slot
         self.wire_bytes += other.wire_bytes
         self.layout_copy_bytes += other.layout_copy_bytes
         self.fallback_reasons.update(other.fallback_reasons)

@@ -16,6 +16,7 @@ Turns in a captured graph cannot be counted, since each replay is one more. They
 turn and which the waiting side clears: READY is 1 and WRITTEN the parts that are there.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,6 +47,7 @@ class Slot:
     peers: tuple[int, ...] = field(init=False)
     content: object = field(default=None, init=False)
     _vacant: Mark | None = field(default=None, init=False)
+    _readers: list[Mark | None] = field(default_factory=list, init=False)
     _latest: "Turn | None" = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -66,11 +68,16 @@ class Slot:
         self._vacant = self.transport.mark()
         return self._vacant
 
-    def open(self, what: str, parts: int = 1) -> "Turn":
+    def read_until(self, mark: Mark | None) -> None:
+        """Others than the turn's user read this slot until `mark`, whenever it is vacated."""
+        self._readers.append(mark)
+
+    def open(self, what: str, parts: int = 1, sources: Mapping[int, int] | None = None) -> "Turn":
         """Start the next turn: tell every peer that this rank's slot is vacant.
 
         what: the group and collective, for errors.
         parts: in how many parts the peers will put, 1 to `PARTS - 1`.
+        sources: who will put, and in how many parts each; None for all peers, in `parts` parts. Only they are told.
         """
         if not 1 <= parts < PARTS:
             raise ValueError(f"parts must be 1 to {PARTS - 1}, got {parts}")
@@ -78,13 +85,16 @@ class Slot:
         self.settle()
         self.content = None
         self.transport.after(self._vacant)
+        for mark in self._readers:
+            self.transport.after(mark)
+        self._readers.clear()
         capture = self.transport.capture
         if capture is None:
             self.turn += 1
         counter, value = (READY, self.turn) if capture is None else (CAPTURED_READY, 1)
-        for peer in self.peers:
+        for peer in self.peers if sources is None else sources:
             self.transport.signal(self.window, peer, counter, value)
-        self._latest = Turn(self, self.turn, what, parts, capture)
+        self._latest = Turn(self, self.turn, what, parts, capture, sources)
         return self._latest
 
     def close(self) -> None:
@@ -97,6 +107,7 @@ class Turn:
     """One use of a slot, by every rank of its transport.
 
     capture: the CUDA graph that it is captured in, None for one that happens now.
+    sources: as for `Slot.open`.
     """
 
     slot: Slot
@@ -104,6 +115,7 @@ class Turn:
     what: str
     parts: int = 1
     capture: int | None = None
+    sources: Mapping[int, int] | None = None
     is_complete: bool = field(default=False, init=False)
 
     @property
@@ -141,9 +153,19 @@ class Turn:
 
     def await_data(self) -> None:
         """Until everything for this rank is there. Waits once, however often it is called."""
-        if not self.is_complete:
+        if self.is_complete:
+            return
+        if self.sources is None:
             self.await_part(self.parts)
-            self.is_complete = True
+        else:
+            for peer, parts in self.sources.items():
+                self.await_from(peer, parts)
+        self.is_complete = True
+
+    def await_from(self, peer: int, part: int) -> None:
+        """Until the first `part` parts from `peer` are there, in a turn that is not captured."""
+        value = self.number * PARTS + part
+        self.slot.transport.wait(self.slot.window, peer, WRITTEN, value, f"{self.what}: data")
 
 
 @dataclass(eq=False)

@@ -304,6 +304,7 @@ _VARIANTS: list[dict[str, Any]] = [
         "ring_chunk_nbytes": 6144,
         "early_reduce": depth != 2,
         "keep_cast": depth == 4,
+        "grads_in_slots": depth == 1,
     }
     for slot_reuse in (False, True)
     for depth in (1, 2, 4)

@@ -5,11 +5,12 @@ import warnings
 import weakref
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from tide_triton.errors import AttachError, PeerError
-from tide_triton.fsdp import internals
+from tide_triton.fsdp import internals, slot_linear
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.checks import (
     CUSTOM,
@@ -61,8 +62,11 @@ def attach(
     slot_reuse: bool = True,
     early_reduce: bool = False,
     keep_cast: bool = False,
+    grads_in_slots: bool = False,
     ring_depth: int = RING_DEPTH,
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
+    nodes: int | None = None,
+    wire_dtype: torch.dtype | None = None,
     timeout_s: float = 600.0,
 ) -> None:
     """Run the FSDP2 collectives of `model` through TIDE: no layout copies, bf16 gradients on the wire.
@@ -83,7 +87,15 @@ def attach(
     in the same order.
     keep_cast: keep each shard as it was cast for forward, so that backward gathers without a kernel; takes the bytes of
     all shards once more, in the parameters' dtype.
+    grads_in_slots: with `early_reduce`, let `nn.Linear` layers write the gradients of their weights over the weights in
+    the slot, so that none is allocated; `fsdp.slot_linear` says when not. The layers are `SlotLinear` meanwhile.
     ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
+    nodes: how many nodes the ranks of every process group are on, equally many on each, in rank order; None for one.
+    Over several, shards cross each rail once, and gradients are summed inside a node before they leave it, in node
+    order after. `slot_reuse` then has no effect, and gradients leave when their group's last one is there; the ring is
+    that of `tide_triton.hierarchical_reduce`, and all-gathers are paced by its chunks too.
+    wire_dtype: what a node's sums are rounded to on their way to other nodes, torch.bfloat16 say; None for what they
+    are summed in. One node rounds nothing.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
     Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a
@@ -106,7 +118,19 @@ def attach(
     # A problem that only one rank has must not leave the others waiting for it, so every rank comes to the meetings,
     # whatever it has found so far.
     problem: Exception | None = None
-    options = Options(slots, strict, reuse, slot_reuse, early_reduce, keep_cast, ring_depth, ring_chunk_nbytes)
+    options = Options(
+        slots,
+        strict,
+        reuse,
+        slot_reuse,
+        early_reduce,
+        keep_cast,
+        grads_in_slots,
+        ring_depth,
+        ring_chunk_nbytes,
+        nodes,
+        wire_dtype,
+    )
     try:
         check_free(sites)
         check_options(sites, stock, options, transport=transport, timeout_s=timeout_s)
@@ -170,6 +194,7 @@ def detach(model: nn.Module) -> None:
         binding.release()
         group = binding.group
         for param in group.fsdp_params:
+            slot_linear.restore(param._module_info.module)
             if hasattr(param, "_tide_cast"):
                 param.param_dtype = param._tide_cast
             param.__class__ = FSDPParam
@@ -203,8 +228,9 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
         tuple(rows[id(site.group)] for site in (*attachment.order, *late)),
         sum(d.pool.nbytes for d in attachment.domains),
         sum(d.grown for d in attachment.domains),
-        sum(d.pool.ring_nbytes for d in attachment.domains),
+        sum(d.ring_nbytes for d in attachment.domains),
         sum(b.cast_nbytes for d in attachment.domains for b in d.bindings),
+        tuple(d.topology for d in attachment.domains),
     )
     if not quiet and (not dist.is_initialized() or dist.get_rank() == 0):
         print(result)
@@ -243,10 +269,20 @@ def _install(model: nn.Module, attachment: _Attachment) -> None:
                 if hasattr(param, "param_dtype"):
                     param._tide_cast, param.param_dtype = param.param_dtype, None
             _set_comms(sites[id(group)], TideAllGather(binding), TideReduceScatter(binding))
+            if domain.options.grads_in_slots:
+                _convert(binding)
     model.__dict__[_KEY] = attachment
     for domain in attachment.domains:
         # For a model that is dropped without detach. The pool knows no group, so that it does not keep the model.
         weakref.finalize(attachment, domain.pool.close).atexit = False
+
+
+def _convert(binding: GroupBinding) -> None:
+    """Let the linear layers of the group write gradients into the slot; tied weights stay as they are."""
+    for index, param in enumerate(binding.group.fsdp_params):
+        info = param._module_info
+        if info.param_name == "weight" and not info.shared_modules and isinstance(info.module, nn.Module):
+            slot_linear.convert(info.module, binding.reduction, index)
 
 
 def _set_comms(site: GroupSite, gather: object, reduce: object) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tide_triton.all_gather import AllGather, CastShards, Gathering
+from tide_triton.all_gather import CastShards, Gathering
 from tide_triton.errors import AttachError, SlotConflictError, UnsupportedError
 from tide_triton.fsdp import internals
 from tide_triton.fsdp.group_reduce import GradientHook, GroupReduce
@@ -65,7 +65,7 @@ class GroupBinding:
             ),
         )
         self.layout = SlotLayout(spec)
-        self._gatherer = AllGather(self.layout, transport.rank, smallest_piece=transport.piece_nbytes)
+        self._gatherer = self.domain.gatherer(self.layout)
         self._cast = None
         self.reduction.replan()
 
@@ -142,6 +142,21 @@ class GroupBinding:
         """The slot's memory was written other than by a turn."""
         if self.slot is not None:
             self.slot.content = None
+
+    def place_of(self, index: int) -> torch.Tensor | None:
+        """Parameter `index` as it lies in the slot, None where it does not."""
+        if not self._bound or self.slot is None or not self.group.is_unsharded:
+            return None
+        place = self.layout.places[index]
+        memory = self.slot.window.memory[place.offset : place.offset + place.nbytes]
+        return memory.view(internals.slot_dtype(self.group.fsdp_params[index])).view(place.tensor.shape)
+
+    def is_in_slot(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the slot."""
+        if self.slot is None:
+            return False
+        start = self.slot.window.memory.data_ptr()
+        return start <= tensor.data_ptr() < start + self.slot.window.nbytes
 
     def used(self) -> None:
         """A backward is over: the next may want other parameters, for an optimizer may step before it."""

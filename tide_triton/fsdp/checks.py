@@ -81,6 +81,7 @@ def check_options(
         except ValueError as error:
             raise AttachError(f"group '{site.name}': {error}") from error
     options.check()
+    _check_nodes(sites, stock, options.nodes)
     if usable_timeout(timeout_s) != timeout_s:
         raise AttachError(f"timeout_s must be a positive, finite number of seconds, got {timeout_s!r}")
     refused = [(s.site.name, s.reason) for s in stock if s.reason not in NOTHING_TO_DO]
@@ -98,6 +99,19 @@ def check_options(
                         f"parameter '{name}' has dtype {dtype}, for which there is no kernel (there are: "
                         f"{', '.join(ITEMSIZES)}); cast it, or leave it out with fully_shard(ignored_params=...)"
                     )
+
+
+def _check_nodes(sites: Sequence[GroupSite], stock: Sequence[StockGroup], nodes: int | None) -> None:
+    left_alone = {id(entry.site.group) for entry in stock}
+    for site in sites:
+        process_group = internals.shard_group(site.group)
+        if nodes is None or process_group is None or id(site.group) in left_alone:
+            continue
+        if process_group.size() % nodes:
+            raise AttachError(
+                f"nodes={nodes} does not divide the {process_group.size()} ranks that group '{site.name}' is sharded "
+                f"over; pass the number of nodes that these ranks are on, or None for one"
+            )
 
 
 def usable_timeout(timeout_s: float) -> float:

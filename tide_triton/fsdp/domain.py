@@ -12,12 +12,15 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from tide_triton.all_gather import AllGather
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.internals import GroupSite
 from tide_triton.fsdp.options import Options
-from tide_triton.layouts import GroupUse, assign
+from tide_triton.layouts import GroupUse, LandingLayout, SlotLayout, Topology, assign
 from tide_triton.layouts.ring import chunk_for
-from tide_triton.reduce_scatter import Kept
+from tide_triton.many_nodes import ManyNodes
+from tide_triton.reduce_scatter import Kept, ReduceScatter
+from tide_triton.reducers import Reducer
 from tide_triton.transports import Transport
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.windows import Ring, Slot, SlotPool
@@ -42,6 +45,12 @@ class Domain:
         #: Tells this domain's slots from those of others in reports; empty where there is but one domain.
         self.label = ""
         self.options = options
+        nodes = options.nodes or 1
+        self.topology = Topology(nodes, transport.world_size // nodes)
+        self._nodes: ManyNodes | None = None
+        if nodes > 1:
+            chunk, depth = options.ring_chunk_nbytes, options.ring_depth
+            self._nodes = ManyNodes(self.topology, chunk, depth, options.wire_dtype)
         self.pool = SlotPool(transport)
         self.bindings = [GroupBinding(site, self) for site in sites]
         #: Slots in which groups take turns, at the depth of nesting that has most.
@@ -69,13 +78,40 @@ class Domain:
         ]
         for binding, index in zip(self.bindings, rotation.slot_of, strict=True):
             binding.slot = made[index]
-        if self.options.early_reduce or not self.options.slot_reuse:
+        if self.options.early_reduce or not self.may_reuse_slots:
             self.ring()
         taken = {(use.depth, index) for use, index in zip(uses, rotation.slot_of, strict=True) if use.depth is not None}
         self.slot_count = max((sum(d == depth for d, _ in taken) for depth in range(len(depths))), default=0)
 
-    def ring(self) -> Ring:
-        """The ring through which gradients go, as large as asked for, but not larger than the largest group needs."""
+    def gatherer(self, layout: SlotLayout) -> AllGather:
+        """The all-gather of a group that is laid out so."""
+        if self._nodes is not None:
+            return self._nodes.gatherer(layout, self.transport.rank)
+        return AllGather(layout, self.transport.rank, smallest_piece=self.transport.piece_nbytes)
+
+    def reducer(self, landing: LandingLayout, ctas: int) -> Reducer:
+        """The reduce-scatter of a group whose gradients land so."""
+        if self._nodes is not None:
+            return self._nodes.reducer(landing, self.transport.rank, ctas)
+        return ReduceScatter(landing, self.transport.rank, ctas=ctas)
+
+    @property
+    def may_reuse_slots(self) -> bool:
+        """Whether gradients may land in the slot that their group has vacated: of one node's ranks, if asked to."""
+        return self.options.slot_reuse and self._nodes is None
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of what gradients go through, beside slots, on this rank."""
+        return self.pool.ring_nbytes if self._nodes is None else self._nodes.rings_nbytes
+
+    def ring(self) -> Ring | Slot:
+        """The ring through which gradients go, as large as asked for, but not larger than the largest group needs.
+
+        Over several nodes: the slot that holds the three rings of the hierarchy.
+        """
+        if self._nodes is not None:
+            return self._nodes.rings(self.pool, [b.layout.spec for b in self.bindings])
         chunk = chunk_for([b.layout.spec for b in self.bindings], self.options.ring_chunk_nbytes)
         return self.pool.ring(chunk, self.options.ring_depth, self.bindings[0].layout.spec.digest)
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from tide_triton.fsdp.internals import FSDPParamGroup, TrainingState
-from tide_triton.reduce_scatter import Kept, ReduceScatter, Reducing, Reduction
+from tide_triton.reduce_scatter import Kept, Reduction
+from tide_triton.reducers import Reducer, Underway
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Transport
-from tide_triton.windows import Ring
+from tide_triton.windows import Ring, Slot
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class EarlyReduction:
     """The reduction of one group in one backward, from its first gradient on."""
 
     def __init__(
-        self, reducer: ReduceScatter, ring: Ring, habit: Habit, device: torch.device, transport: Transport, what: str
+        self, reducer: Reducer, ring: Ring | Slot, habit: Habit, device: torch.device, transport: Transport, what: str
     ) -> None:
         self.habit = habit
         self.output = _allocate(habit, device, transport)
         self._parts = split_output(self.output, habit.collected, reducer)
-        self._reducing: Reducing = reducer.start(
+        self._reducing: Underway = reducer.start(
             ring, {index: self._parts[index] for index in habit.order}, habit.reduction, what
         )
         self._offered: set[int] = set()
@@ -110,7 +111,7 @@ def _allocate(habit: Habit, device: torch.device, transport: Transport) -> torch
     return output
 
 
-def split_output(output: torch.Tensor, collected: Sequence[int], reducer: ReduceScatter) -> dict[int, torch.Tensor]:
+def split_output(output: torch.Tensor, collected: Sequence[int], reducer: Reducer) -> dict[int, torch.Tensor]:
     """FSDP2's flat output as the padded shards of the tensors `collected`, which lie there one after the other."""
     parts, at = {}, 0
     for index in collected:

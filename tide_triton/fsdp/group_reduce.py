@@ -1,6 +1,7 @@
 """The reductions of one parameter group, in FSDP2's steps: early where the last one showed how, else when it asks."""
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from tide_triton.errors import UnsupportedError
 from tide_triton.fsdp.early import EarlyReduction, Habit, may_begin, settings_of, split_output
 from tide_triton.layouts import LandingLayout
-from tide_triton.reduce_scatter import Kept, ReduceScatter, Reduction
+from tide_triton.reduce_scatter import Kept, Reduction
+from tide_triton.reducers import Reducer
 from tide_triton.views import dtype_name
 from tide_triton.windows import Ring, Slot
 
@@ -34,11 +36,13 @@ class GroupReduce:
         self.candidate: Habit | None = None
         self._allocations = 0
         self._predivision = 1.0
-        self._reducers: dict[torch.dtype, ReduceScatter] = {}
+        self._reducers: dict[torch.dtype, Reducer] = {}
         self._produced: list[int] = []
         self._early: EarlyReduction | None = None
         self._last: Habit | None = None
         self._kept: list[Kept] = []
+        #: How often forwards have used each weight since the last backward, where that is counted.
+        self.uses: Counter[int] = Counter()
         #: Parameters in whose `.grad` FSDP2 finds a placeholder.
         self._placed: set[int] = set()
 
@@ -51,21 +55,45 @@ class GroupReduce:
 
     def ready(self, index: int) -> None:
         """Autograd has added up the gradient of parameter `index`."""
+        if not self._is_early():
+            if self._binding.group.reduce_grads:
+                self._produced.append(index)
+            return
+        unsharded = self._binding.group.fsdp_params[index]._unsharded_param
+        gradient = unsharded.grad
+        if self._early is not None and self._early.wants(index, gradient):
+            unsharded.grad = None
+            self._keep(self._early.offer(index, self._packed(gradient)))
+
+    def claim(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The place of weight `index` in the slot, if its gradient may be written there; see `slot_linear`."""
+        binding = self._binding
+        if self.uses[index] != 1 or not self._is_early() or not binding.group.reshard_after_backward:
+            return None
+        unsharded = binding.group.fsdp_params[index]._unsharded_param
+        if self._early is None or unsharded.grad is not None or dtype != unsharded.dtype:
+            return None
+        place = binding.place_of(index)
+        return place if place is not None and self._early.wants(index, place) else None
+
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """The gradient of weight `index` was written into the place that was claimed."""
+        binding = self._binding
+        assert self._early is not None
+        assert binding.slot is not None
+        binding.slot.content = None
+        binding.reduce.in_slot += 1
+        self._keep(self._early.offer(index, gradient))
+
+    def _is_early(self) -> bool:
+        """A gradient is there: whether this reduction begins, or has begun, early."""
         self._binding.domain.drop_read()
         if self.candidate is not None:
             self._binding.domain.agree_on_habits()
         if self._early is None and self.habit is not None and may_begin(self._binding.group, self.habit):
             self._early = self._begin(self.habit)
             self._binding.reduce.early += 1
-        if self._early is None:
-            if self._binding.group.reduce_grads:
-                self._produced.append(index)
-            return
-        unsharded = self._binding.group.fsdp_params[index]._unsharded_param
-        gradient = unsharded.grad
-        if self._early.wants(index, gradient):
-            unsharded.grad = None
-            self._keep(self._early.offer(index, self._packed(gradient)))
+        return self._early is not None
 
     def _begin(self, habit: Habit) -> EarlyReduction:
         domain = self._binding.domain
@@ -98,6 +126,7 @@ class GroupReduce:
     def end(self) -> None:
         self.gradients.clear()
         self._placed.clear()
+        self.uses.clear()
 
     def allocates_input(self) -> bool:
         """FSDP2 asks for the flat input first, for the output second."""
@@ -167,7 +196,7 @@ class GroupReduce:
     def _complete(
         self,
         early: EarlyReduction,
-        reducer: ReduceScatter,
+        reducer: Reducer,
         output: torch.Tensor,
         parts: dict[int, torch.Tensor],
         late: Mapping[int, torch.Tensor],
@@ -185,26 +214,29 @@ class GroupReduce:
                 parts[index].copy_(done[index])
                 self._binding.reduce.layout_copy_bytes += done[index].nbytes
             unsent = {index: {**waiting, **missing}[index] for index in parts if index in waiting or index in missing}
-            self._reduce(reducer, unsent, parts, early.habit.reduction)
+            self._reduce(reducer, unsent, parts, early.habit.reduction, self._binding.domain.ring())
         # A parameter whose gradient autograd produced in two goes: the sum is linear.
         seconds = {index: gradient for index, gradient in late.items() if early.has(index)}
         if seconds:
             extra = {index: torch.empty_like(parts[index]) for index in seconds}
-            self._reduce(reducer, seconds, extra, early.habit.reduction)
+            self._reduce(reducer, seconds, extra, early.habit.reduction, self._binding.domain.ring())
             for index, shard in extra.items():
                 parts[index].add_(shard)
 
     def _reduce(
         self,
-        reducer: ReduceScatter,
+        reducer: Reducer,
         gradients: Mapping[int, torch.Tensor],
         outputs: Mapping[int, torch.Tensor],
         reduction: Reduction,
+        through: Slot | Ring | None = None,
     ) -> None:
+        """Reduce `gradients` through what suits them, or through `through`: the slot may hold gradients itself."""
         if not gradients:
             return
         into = {index: outputs[index] for index in gradients}
-        reducing = reducer.start(self._through(reducer.landing), into, reduction, f"'{self._binding.name}'")
+        through = through or self._through(reducer.landing)
+        reducing = reducer.start(through, into, reduction, f"'{self._binding.name}'")
         for index, gradient in gradients.items():
             self._keep(reducing.offer(index, self._packed(gradient)))
         reducing.finish(self._binding.reduce)
@@ -213,7 +245,7 @@ class GroupReduce:
         """With `slot_reuse` the own slot, where it is vacant and large enough; else the ring."""
         binding = self._binding
         slot, domain = binding.slot, binding.domain
-        if not domain.options.slot_reuse:
+        if not domain.may_reuse_slots:
             return domain.ring()
         if slot is None or binding.is_held or binding.rivals():
             reason = "its parameters are not resharded"
@@ -232,16 +264,21 @@ class GroupReduce:
         return gradient
 
     def _keep(self, kept: Kept | None) -> None:
-        if kept is not None:
+        if kept is None:
+            return
+        if self._binding.slot is not None and any(map(self._binding.is_in_slot, kept.gradients)):
+            # Nobody may gather into the slot before this was read, and memory is not taken by it.
+            self._binding.slot.read_until(kept.mark)
+            kept = Kept([one for one in kept.gradients if not self._binding.is_in_slot(one)], kept.mark)
+        if kept.gradients:
             self._kept.append(kept)
             self._binding.domain.keep(kept)
 
-    def _reducer(self, dtype: torch.dtype) -> ReduceScatter:
+    def _reducer(self, dtype: torch.dtype) -> Reducer:
         reducer = self._reducers.get(dtype)
         if reducer is None:
             landing = LandingLayout(self._binding.layout.spec, dtype_name(dtype))
-            rank = self._binding.domain.transport.rank
-            reducer = self._reducers[dtype] = ReduceScatter(landing, rank, ctas=SUM_CTAS)
+            reducer = self._reducers[dtype] = self._binding.domain.reducer(landing, SUM_CTAS)
         return reducer
 
     def _note(self, collected: tuple[int, ...], output: torch.Tensor, reduction: Reduction) -> None:

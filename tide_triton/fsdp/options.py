@@ -2,7 +2,10 @@
 
 from dataclasses import asdict, dataclass
 
+import torch
+
 from tide_triton.errors import AttachError
+from tide_triton.kernels.views import FLOAT_DTYPES
 from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH
 
 
@@ -16,20 +19,40 @@ class Options:
     slot_reuse: bool = True
     early_reduce: bool = False
     keep_cast: bool = False
+    grads_in_slots: bool = False
     ring_depth: int = RING_DEPTH
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES
+    nodes: int | None = None
+    wire_dtype: torch.dtype | None = None
 
     def check(self) -> None:
         """Raise AttachError for a value that cannot be."""
         if self.slots is not None and not _is_count(self.slots):
             raise AttachError(f"slots must be an integer >= 1, or None to size it from the model; got {self.slots!r}")
-        for name in ("strict", "reuse", "slot_reuse", "early_reduce", "keep_cast"):
+        for name in ("strict", "reuse", "slot_reuse", "early_reduce", "keep_cast", "grads_in_slots"):
             if not isinstance(value := getattr(self, name), bool):
                 raise AttachError(f"{name} must be True or False, got {value!r}")
+        if self.grads_in_slots and not self.early_reduce:
+            raise AttachError(
+                "grads_in_slots=True needs early_reduce=True: a gradient that stands in the slot must have left before "
+                "the slot is gathered into again"
+            )
         if not _is_count(self.ring_depth):
             raise AttachError(f"ring_depth must be an integer >= 1 (chunks of the ring), got {self.ring_depth!r}")
         if not _is_count(self.ring_chunk_nbytes):
             raise AttachError(f"ring_chunk_nbytes must be an integer >= 1 (bytes), got {self.ring_chunk_nbytes!r}")
+        if self.nodes is not None and not _is_count(self.nodes):
+            raise AttachError(f"nodes must be an integer >= 1, or None for one node; got {self.nodes!r}")
+        if self.grads_in_slots and (self.nodes or 1) > 1:
+            raise AttachError(
+                f"grads_in_slots=True works on one node only, got nodes={self.nodes}: over several, gradients leave "
+                f"when their group's last one is there; pass grads_in_slots=False"
+            )
+        if self.wire_dtype is not None and self.wire_dtype not in FLOAT_DTYPES:
+            raise AttachError(
+                f"wire_dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, or None for what gradients are summed "
+                f"in; got {self.wire_dtype!r}"
+            )
 
     def described(self) -> list[tuple[str, str]]:
         """Names and values, for ranks to compare."""

@@ -1,11 +1,14 @@
 """FSDP2's own collectives, metered, and a reduce-scatter that adds in rank order.
 
 `StockAllGather` and `StockReduceScatter` do what FSDP2 does by itself and count it. `RankOrderedReduceScatter` is what
-a result can be compared with bit for bit at any number of ranks: gloo and NCCL add in orders of their own.
+a result can be compared with bit for bit at any number of ranks: gloo and NCCL add in orders of their own. It adds as
+several nodes do, too, where it is told of them.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +60,16 @@ class StockReduceScatter(DefaultReduceScatter):  # type: ignore[misc]
         return work
 
 
+@dataclass
 class RankOrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
-    """A reduce-scatter of FSDP2's flat buffers that adds contributions in rank order."""
+    """A reduce-scatter of FSDP2's flat buffers that adds contributions in rank order.
+
+    nodes: over how many nodes; with more than one, contributions are added in rank order inside each, and these sums,
+    rounded to `wire_dtype` (None: not rounded), in node order.
+    """
+
+    nodes: int = 1
+    wire_dtype: torch.dtype | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(math.prod(size), dtype=dtype, device=device)
@@ -74,13 +85,17 @@ class RankOrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         reduction = reduction_of(op, group.size(), input_tensor.dtype, 1.0)
-        accumulate_reference(
-            [list(received.chunk(group.size()))],
-            [output_tensor],
-            wire_dtype=reduction.wire_dtype,
-            premultiply=reduction.premultiply,
-            divisor=reduction.divisor,
-        )
+        contributions = list(received.chunk(group.size()))
+        add_up = partial(accumulate_reference, wire_dtype=reduction.wire_dtype, premultiply=reduction.premultiply)
+        if self.nodes == 1:
+            add_up([contributions], [output_tensor], divisor=reduction.divisor)
+            return None
+        gpus = group.size() // self.nodes
+        wide = torch.float64 if input_tensor.dtype == torch.float64 else torch.float32
+        partials = [torch.empty_like(contributions[0], dtype=self.wire_dtype or wide) for _ in range(self.nodes)]
+        of_nodes = [contributions[node * gpus : (node + 1) * gpus] for node in range(self.nodes)]
+        add_up(of_nodes, partials)
+        accumulate_reference([[of_node.to(wide) for of_node in partials]], [output_tensor], divisor=reduction.divisor)
         return None
 
 
@@ -95,9 +110,13 @@ def meter_stock(model: nn.Module) -> tuple[Traffic, Traffic]:
     return gather, reduce
 
 
-def reduce_in_rank_order(model: nn.Module) -> None:
-    """Let stock FSDP2 below `model` add gradients in rank order."""
+def reduce_in_rank_order(model: nn.Module, nodes: int = 1, wire_dtype: torch.dtype | None = None) -> None:
+    """Let stock FSDP2 below `model` add gradients in rank order, or as `attach` does with `nodes` and `wire_dtype`.
+
+    Gradients that go over a rail as they are (nodes of one GPU) are rounded to `wire_dtype` here and not there: the
+    same unless FSDP2 scales them first by what is no power of two, or they are of another dtype of its size.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in groups_of(module):
-                group._reduce_scatter_comm = RankOrderedReduceScatter()
+                group._reduce_scatter_comm = RankOrderedReduceScatter(nodes, wire_dtype)

@@ -3,6 +3,7 @@
 import io
 from dataclasses import dataclass, field
 
+from tide_triton.layouts import Topology
 from tide_triton.traffic import Traffic
 
 
@@ -34,6 +35,7 @@ class Report:
     ring_nbytes: the ring's part of them, 0 where none was needed.
     cast_nbytes: bytes of shards that are kept as they were cast (`keep_cast`), beside the windows.
     slots_grown: how many slots were added because groups were held longer than the model had shown at attach.
+    topologies: of each process group, as which nodes x GPUs its ranks communicate.
     """
 
     transport: str
@@ -44,6 +46,7 @@ class Report:
     slots_grown: int
     ring_nbytes: int
     cast_nbytes: int
+    topologies: tuple[Topology, ...] = ()
     _width: int = field(default=160, repr=False)
 
     @property
@@ -60,9 +63,9 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(
-            title=f"tide_triton over transport '{self.transport}' ({self.why_transport})", title_justify="left"
-        )
+        over = dict.fromkeys(f"{t.nodes} nodes x {t.gpus_per_node} GPUs" for t in self.topologies if t.nodes > 1)
+        title = f"tide_triton over transport '{self.transport}' ({self.why_transport})"
+        table = Table(title=", ".join([title, *over]), title_justify="left")
         for heading in ("group", "gather", "reduce", "slot"):
             table.add_column(heading, overflow="fold")
         for heading in ("gathers", "reduces", "wire MB", "layout copies MB"):

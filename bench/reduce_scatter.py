@@ -1,8 +1,8 @@
 """Reduce-scatter of one transformer block: bf16 gradients to averaged fp32 shards, and its SM-time.
 
-A row: model, bytes (of the bf16 gradients), stock_ms, symm_ms, tide_ms, limit_ms (each with _p20_ms, _p80_ms and
-_host_us), stock_sm_ms (chunk_cat and NCCL's kernel), tide_sm_ms (the sums), exact (bitwise equal to the sum in rank
-order, on every rank), by_ctas ({CTAs of the sum: {ms, sm_ms}}).
+A row: model, bytes (of the bf16 gradients), stock_ms, symm_ms, tide_ms (landing in a slot), tide_ring_ms (through a
+ring), limit_ms (each with _p20_ms, _p80_ms and _host_us), stock_sm_ms (chunk_cat and NCCL's kernel), tide_sm_ms (the
+sums), exact (both ways bitwise equal to the sum in rank order, on every rank), by_ctas ({CTAs of the sum: {ms, sm_ms}}).
 
 `stock` is exact only for two ranks: beyond those NCCL adds in an order of its own.
 """
@@ -30,10 +30,19 @@ _CTAS = (8, 16, 32, 64, None)
 class TideReduce:
     """TIDE's reduce-scatter as FSDP2 gets it: gradients as they are, into a fresh flat output.
 
-    collectives: open ones for the group. ctas: of the sum, None for one per block.
+    collectives: open ones for the group. ctas: of the sum, None for one per block. ring: through the ring, and not into
+    the slot.
     """
 
-    def __init__(self, here: Here, collectives: object, gradients: Sequence[torch.Tensor], ctas: int | None) -> None:
+    def __init__(
+        self,
+        here: Here,
+        collectives: object,
+        gradients: Sequence[torch.Tensor],
+        ctas: int | None,
+        *,
+        ring: bool = False,
+    ) -> None:
         from tide_triton.collectives import Collectives
         from tide_triton.layouts import LandingLayout
         from tide_triton.reduce_scatter import ReduceScatter, Reduction
@@ -42,7 +51,7 @@ class TideReduce:
         spec = collectives.spec
         landing = LandingLayout(spec, "bfloat16")
         self._reduce = ReduceScatter(landing, here.rank, ctas=ctas)
-        self._through = collectives._ring
+        self._through = collectives._ring if ring else collectives._slot
         self._traffic = collectives.reduce_traffic
         self._gradients = list(enumerate(gradients))
         self._numels = padded_numels(spec)
@@ -89,6 +98,7 @@ def _case(here: Here, timer: Timer, case: Case, zero: ZeroCta, transport: Transp
             functions["symm"] = functools.partial(symm, gradients)
         row["symm_ms"] = None
         functions["tide"] = TideReduce(here, collectives, gradients, SUM_CTAS)
+        functions["tide_ring"] = TideReduce(here, collectives, gradients, SUM_CTAS, ring=True)
         _check(here, case, functions, row)
         timed: dict[str, Callable[[], object]] = {**functions, "limit": PeerCopy(here, wire_nbytes(spec, here.rank))}
         for name, timing in timer.measure(timed).items():
@@ -118,6 +128,7 @@ def _check(here: Here, case: Case, functions: dict[str, Callable[[], list[torch.
             exact[name] &= inputs.same_bits(got, wanted)
             close[name] &= torch.allclose(got.float(), wanted, rtol=1e-5, atol=1e-6)
     exact = {name: here.everywhere(good) for name, good in exact.items()}
+    exact["tide"] &= exact["tide_ring"]
     close = {name: here.everywhere(good) for name, good in close.items()}
     row |= {"exact": exact["tide"], "stock_exact": exact["stock"], "symm_exact": exact.get("symm")}
     if close.get("symm") is False:

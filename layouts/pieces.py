@@ -19,7 +19,7 @@ from tide_triton.layouts.slots import LandingLayout, SlotLayout
 #: How much larger a gather's piece is than the one before: casting outruns the link by more than this.
 GATHER_GROWTH: Final = 3.0
 #: How much larger a reduction's piece is than the one after: summing outruns the link by more than this.
-REDUCE_GROWTH: Final = 1.5
+REDUCE_GROWTH: Final = 1.25
 #: Elements to whose multiples shards are cut, so that every part starts aligned.
 CUT: Final = 1024
 

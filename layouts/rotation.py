@@ -8,6 +8,9 @@ takes slot `j % n`, and neighbours never share one:
     group   0  1  2  3  4  5        one slot for the group that computes, and one for each gathered ahead of it
     slot    0  1  2  0  1  2        (here two)
 
+A group that is much larger than the others (an embedding beside small blocks) would make its slot as large for all that
+share it. Where that saves memory, large groups take turns in slots of their own: one, if no two of them are neighbours.
+
 Groups nested in each other are unsharded together, so each depth of nesting rotates in slots of its own. A group that
 stays unsharded (the root, `reshard_after_forward=False`) has a slot to itself.
 """
@@ -71,14 +74,45 @@ def assign(groups: Sequence[GroupUse], prefetch: int, slots: int | None = None) 
     slot_of = [-1] * len(groups)
     slot_nbytes: list[int] = []
     for members in rotating:
-        count = min(len(members), prefetch + 1 if slots is None else slots)
-        first = len(slot_nbytes)
-        slot_nbytes += [0] * count
-        for turn, index in enumerate(members):
-            slot_of[index] = first + turn % count
-            slot_nbytes[slot_of[index]] = max(slot_nbytes[slot_of[index]], groups[index].nbytes)
+        sizes = [groups[index].nbytes for index in members]
+        turns = _turns(sizes, prefetch) if slots is None else [turn % slots for turn in range(len(members))]
+        for index, turn in zip(members, turns, strict=True):
+            slot_of[index] = len(slot_nbytes) + turn
+        slot_nbytes += _slot_sizes(sizes, turns)
     for index, group in enumerate(groups):
         if group.depth is None:
             slot_of[index] = len(slot_nbytes)
             slot_nbytes.append(group.nbytes)
     return Rotation(tuple(slot_nbytes), tuple(slot_of))
+
+
+def _slot_sizes(sizes: Sequence[int], turns: Sequence[int]) -> list[int]:
+    slots = [0] * (max(turns, default=-1) + 1)
+    for size, turn in zip(sizes, turns, strict=True):
+        slots[turn] = max(slots[turn], size)
+    return slots
+
+
+def _turns(sizes: Sequence[int], prefetch: int) -> list[int]:
+    """The slot of each of one depth's groups, in the fewest bytes: all together, or the largest ones apart."""
+    together = [turn % (prefetch + 1) for turn in range(len(sizes))]
+    best, least = together, sum(_slot_sizes(sizes, together))
+    for limit in sorted(set(sizes))[:-1]:
+        apart = _apart([size > limit for size in sizes], prefetch)
+        if (total := sum(_slot_sizes(sizes, apart))) < least:
+            best, least = apart, total
+    return best
+
+
+def _apart(is_large: Sequence[bool], prefetch: int) -> list[int]:
+    """Large groups and the others take turns apart from each other, neighbours never in the same slot."""
+    turns = [0] * len(is_large)
+    first = 0
+    for kind in (False, True):
+        members = [index for index, large in enumerate(is_large) if large == kind]
+        # As many as there are of the kind in any stretch that may be unsharded at once.
+        count = max(sum(other in range(at, at + prefetch + 1) for other in members) for at in members)
+        for turn, index in enumerate(members):
+            turns[index] = first + turn % count
+        first += count
+    return turns

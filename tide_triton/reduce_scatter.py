@@ -96,7 +96,7 @@ class Kept:
 class ReduceScatter:
     """The reduce-scatter of one group on rank `rank`, for gradients of one dtype.
 
-    ctas: CTAs of the sum at most, None for as many as there are blocks.
+    ctas: CTAs of each sum but the last at most, None for as many as there are blocks.
     """
 
     def __init__(self, landing: LandingLayout, rank: int, *, ctas: int | None = None) -> None:
@@ -269,9 +269,10 @@ class ReduceScatter:
                     wire_dtype=reduction.wire_dtype,
                     premultiply=reduction.premultiply,
                     divisor=reduction.divisor,
-                    ctas=self._ctas,
+                    # Nothing is left to overlap with the last sum, which somebody waits for.
+                    ctas=self._ctas if number < len(cut.pieces) else None,
                 )
-                for slot, piece in zip(slots, pieces, strict=True)
+                for number, (slot, piece) in enumerate(zip(slots, pieces, strict=True), start=first + 1)
             ]
             if captured:
                 self._captured.append(sums)

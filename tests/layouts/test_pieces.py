@@ -5,9 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layouts.strategies import comparing, group_specs, mapping, moving
-from tide_triton.layouts import Copy, GroupSpec, LandingLayout, SlotLayout, TensorSpec, scatter_copies, shard
-from tide_triton.layouts.pieces import GATHER_GROWTH, REDUCE_GROWTH, Range, clip, gather_pieces, reduce_pieces
+from tests.layouts.strategies import comparing, group_specs
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec, shard
+from tide_triton.layouts.pieces import GATHER_GROWTH, REDUCE_GROWTH, gather_pieces, reduce_pieces
+from tide_triton.layouts.ranges import Range
 
 budgets = st.none() | st.integers(1, 600)
 
@@ -70,31 +71,6 @@ def test_parts_start_at_multiples_of_the_cut() -> None:
     pieces = reduce_pieces(landing, [0], 1000)
     assert len(pieces) > 3
     assert all(part.start % 1024 == 0 for piece in pieces for part in piece)
-
-
-@given(group_specs(), budgets)
-@moving
-def test_copies_clipped_to_the_pieces_move_each_byte_of_the_whole_copies_once(
-    spec: GroupSpec, smallest: int | None
-) -> None:
-    landing = LandingLayout(spec)
-    parts = [part for piece in reduce_pieces(landing, range(len(spec.tensors)), smallest, cut=1) for part in piece]
-    for owner in range(spec.world_size):
-        copies = scatter_copies(landing, spec.world_size - 1, owner)
-        for index, copy in enumerate(copies):
-            itemsize = landing.tensors[index].itemsize
-            clipped = [clip(copy, part, itemsize) for part in parts if part.index == index]
-            assert mapping([c for c in clipped if c is not None]) == mapping([copy] if copy is not None else [])
-            assert all(c is None or c.nbytes > 0 for c in clipped)
-
-
-def test_nothing_of_nothing_falls_into_a_part() -> None:
-    assert clip(None, Range(0, 0, 4), 2) is None
-    assert clip(Copy(0, 8, 1, 4, 4, 4), Range(0, 2, 4), 2) is None
-
-
-def test_a_part_that_ends_in_padding_is_cut_to_the_bytes_there_are() -> None:
-    assert clip(Copy(10, 100, 1, 6, 6, 6), Range(0, 2, 4), 2) == Copy(14, 104, 1, 2, 2, 2)
 
 
 def test_a_strided_shard_is_never_cut() -> None:

@@ -19,6 +19,7 @@ from tide_triton.layouts import (
     GroupSpec,
     Pacing,
     PutQueue,
+    Receipt,
     SlotLayout,
     SpecError,
     TensorSpec,
@@ -30,8 +31,11 @@ from tide_triton.layouts import (
     execute,
     flat,
     gather_copies,
+    in_turn,
     local_queue,
+    local_receipts,
     rail_queue,
+    rail_receipts,
     rounds,
     sends,
 )
@@ -142,6 +146,73 @@ def test_a_schedule_that_waits_for_what_never_comes_does_not_pass() -> None:
     machine.add([Task(3, (Wait("landed", 1, 1),), lambda: None, "a put")])
     with pytest.raises(Stuck, match="rank 3: a put"):
         machine.run(Order(0, 1.0, starving=False))
+
+
+class _Telling:
+    """Ranks that do one thing at a time, and whose acknowledgements are things to do as well."""
+
+    def __init__(self, topology: Topology, sizes: Sequence[int], pacing: Pacing, swapped: bool = False) -> None:
+        self.machine = Machine()
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.told: Counter[tuple[int, int]] = Counter()
+        arguments = (sizes, pacing)
+        for rank in range(topology.world_size):
+            steps: list[tuple[ChunkPut, Wait | None] | Receipt] = []
+            for queue, receipts in (
+                (rail_queue(topology, rank, *arguments), rail_receipts(topology, rank, *arguments)),
+                (local_queue(topology, rank, *arguments), local_receipts(topology, rank, *arguments)),
+            ):
+                ordered = in_turn(queue, receipts)
+                assert [step[0] for step in ordered if not isinstance(step, Receipt)] == list(queue.puts)
+                # The other way round, everyone would put all it has before it acknowledges anything.
+                steps += sorted(ordered, key=lambda step: isinstance(step, Receipt)) if swapped else ordered
+            tasks = [self._task(rank, step) for step in steps]
+            tasks.append(Task(rank, arrivals(topology, rank, *arguments), lambda: None, "the end"))
+            self.machine.add(tasks)
+
+    def _task(self, rank: int, step: tuple[ChunkPut, Wait | None] | Receipt) -> Task:
+        if isinstance(step, Receipt):
+            return Task(rank, (step.waits_for,), partial(self._tell, rank, step), step)
+        put, credit = step
+        waits = tuple(wait for wait in (put.waits_for, credit) if wait is not None)
+        return Task(rank, waits, partial(self._put, rank, put), put)
+
+    def _put(self, rank: int, put: ChunkPut) -> None:
+        self.sent[rank, put.peer] += 1
+        assert self.sent[rank, put.peer] == put.number
+        self.machine.send((rank, put.peer), partial(self.machine.count, put.peer, "landed", rank))
+
+    def _tell(self, rank: int, step: Receipt) -> None:
+        # Receipts that nobody waits for are left out, those before them are not: counters take no leaps.
+        self.told[rank, step.source] += 1
+        assert self.told[rank, step.source] == step.number
+        self.machine.send((rank, step.source), partial(self.machine.count, step.source, "acknowledged", rank))
+
+
+@given(topologies(9, 4), seeds, pacings, orders)
+@settings(deadline=None, max_examples=60)
+def test_ranks_that_do_one_thing_at_a_time_and_acknowledge_themselves_come_to_an_end(
+    topology: Topology, seed: int, pacing: Pacing, order: Order
+) -> None:
+    _Telling(topology, uneven(topology, seed), pacing).machine.run(order)
+
+
+def test_ranks_that_put_first_and_acknowledge_then_get_stuck() -> None:
+    with pytest.raises(Stuck):
+        _Telling(Topology(1, 2), [48, 48], Pacing(16, 1), swapped=True).machine.run(Order(0, 0.0, starving=False))
+
+
+def test_what_nobody_waits_for_is_not_acknowledged() -> None:
+    assert rail_receipts(Topology(2, 1), 0, [48, 48], Pacing(16, 2)) == (Receipt(0, 1, 1),)
+    assert local_receipts(Topology(1, 2), 0, [48, 48], Pacing(16, 3)) == ()
+    queue, receipts = rail_queue(Topology(2, 1), 0, [48, 48], Pacing(16, 2)), (Receipt(0, 1, 1),)
+    first, second, third = queue.puts
+    assert in_turn(queue, receipts) == (
+        (first, None),
+        receipts[0],
+        (second, None),
+        (third, Wait("acknowledged", 1, 1)),
+    )
 
 
 @st.composite

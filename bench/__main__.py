@@ -1,4 +1,4 @@
-"""`python -m bench kernels|all_gather|reduce_scatter|interference|step|all`.
+"""`python -m bench kernels|all_gather|reduce_scatter|interference|step|memory|all`.
 
 Starts one process per GPU, or joins those of torchrun. Results go to bench/results/<machine>/ as JSON and plots.
 """
@@ -109,6 +109,18 @@ def step(
     )
 
 
+@app.command()
+def memory(
+    model: Models = None,
+    tokens: Tokens = None,
+    out: Out = None,
+    transport: Transport = "auto",
+    layers: Layers = None,
+) -> None:
+    """Memory in use on each GPU: stock, symm and TIDE's ways, beside the plan; and the reduce-scatter's buffer."""
+    _run(("memory",), out, model, transport, tokens=tokens, layers=layers)
+
+
 @app.command("all")
 def everything(
     model: Models = None,
@@ -122,7 +134,7 @@ def everything(
 ) -> None:
     """All of them, one after the other, each in processes of its own."""
     _run(
-        ("kernels", "all_gather", "reduce_scatter", "interference", "step"),
+        ("kernels", "all_gather", "reduce_scatter", "interference", "step", "memory"),
         out,
         model,
         transport,

@@ -6,7 +6,14 @@ from typing import Any
 
 from bench.results import Row
 
-_COLOURS = {"stock": "#8d99ae", "symm": "#f4a261", "tide": "#2a9d8f"}
+_COLOURS = {
+    "stock": "#8d99ae",
+    "symm": "#f4a261",
+    "tide": "#2a9d8f",
+    "tide_ring": "#52b788",
+    "tide_early": "#95d5b2",
+    "tide_in_slots": "#40916c",
+}
 
 
 def draw(benchmark: str, rows: Sequence[Row], path: Path) -> bool:
@@ -92,6 +99,18 @@ def _step(axes: Any, rows: Sequence[Row]) -> None:
         axis.tick_params(axis="x", labelsize=6)
 
 
+def _memory(axes: Any, rows: Sequence[Row]) -> None:
+    rows = [row for row in rows if row.get("held_gib")]
+    labels = [f"{row['model']}\n{row['tokens']} tokens" for row in rows]
+    names = list(rows[0]["held_gib"]) if rows else []
+    for axis, field, title in (
+        (axes[0], "held_gib", "memory in use on the device, windows included"),
+        (axes[1], "peak_gib", "allocated at the peak, windows included"),
+    ):
+        _bars(axis, labels, {name: [row[field].get(name) for row in rows] for name in names}, title, "GiB")
+        axis.tick_params(axis="x", labelsize=6)
+
+
 def _kernels(axes: Any, rows: Sequence[Row]) -> None:
     for kernel, world in sorted({(row["kernel"], row["world"]) for row in rows}):
         curve = [row for row in rows if (row["kernel"], row["world"]) == (kernel, world)]
@@ -115,4 +134,5 @@ _DRAWINGS: dict[str, Callable[[Any, Sequence[Row]], None]] = {
     "reduce_scatter": _reduce_scatter,
     "interference": _interference,
     "step": _step,
+    "memory": _memory,
 }

@@ -2,7 +2,7 @@
 
 A row: model, bytes (of the bf16 gradients), stock_ms, symm_ms, tide_ms (landing in a slot), tide_ring_ms (through a
 ring), limit_ms (each with _p20_ms, _p80_ms and _host_us), stock_sm_ms (chunk_cat and NCCL's kernel), tide_sm_ms (the
-sums), exact (both ways bitwise equal to the sum in rank order, on every rank), by_ctas ({CTAs of the sum: {ms, sm_ms}}).
+sums), exact (both ways bitwise equal to the sum in rank order, on every rank), by_ctas ({CTAs: {ms, sm_ms}}).
 
 `stock` is exact only for two ranks: beyond those NCCL adds in an order of its own.
 """

@@ -22,6 +22,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "reduce_scatter": ("model",),
     "interference": ("gemm", "beside"),
     "step": ("model", "layers", "tokens"),
+    "memory": ("model", "tokens", "gpus"),
 }
 
 #: Fields of a summary, ratios first.
@@ -39,6 +40,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "step": (
         *("model", "layers", "tokens", "closed", "gain_over_stock", "gain_over_symm", "floor_ms", "tide_ms"),
         *("symm_ms", "stock_ms", "peak_gib", "grads_equal"),
+    ),
+    "memory": (
+        *("model", "tokens", "gpus", "held_below_stock_gib", "held_gib", "peak_gib", "planned_gib", "windows_gib"),
+        *("step_ms", "ring_bytes", "flag_bytes"),
     ),
 }
 

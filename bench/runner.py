@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import all_gather, cases, interference, kernels, plots, ranks, reduce_scatter, results, step
+from bench import all_gather, cases, interference, kernels, memory, plots, ranks, reduce_scatter, results, step
 from bench.ranks import Here
 from bench.timing import Timer
 from tide_triton.models import LLAMA_3_1_70B, block_spec
 from tide_triton.transports.select import TransportName
 
 #: Seconds after which a benchmark is ended.
-LIMITS_S = {"kernels": 120, "all_gather": 150, "reduce_scatter": 150, "interference": 120, "step": 420}
+LIMITS_S = {"kernels": 120, "all_gather": 150, "reduce_scatter": 150, "interference": 120, "step": 420, "memory": 420}
 
 BENCHMARKS = tuple(LIMITS_S)
 
@@ -40,6 +40,15 @@ def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Ro
             layers=options.layers,
             steps=options.steps,
             variants=options.variants,
+        )
+        return
+    if benchmark == "memory":
+        yield from memory.run(
+            here,
+            cases.models_named(options.models),
+            options.tokens or cases.STEP_TOKENS,
+            options.transport,
+            layers=options.layers,
         )
         return
     timer = Timer(here)

@@ -161,15 +161,15 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     notes += [f"compared without strict determinism: {why_not}"] if why_not else []
     row: Row = {"experts": experts, "attention": "flash", "deterministic": not why_not, "notes": notes}
     case = replace(case, strict=not why_not)
-    runs: dict[str, Callable[[Case, str], Outcome]] = {"floor": _floor, "stock": _stock, "symm": _symm}
-    runs |= {name: functools.partial(_tide, attach=options) for name, options in TIDE.items()}
     outcomes: dict[str, Outcome] = {}
     for variant in [v for v in ("floor", "stock", *TIDE, "symm") if v in variants]:
         row[f"{variant}_ms"] = None
         if variant == "symm" and case.zero.why_not is not None:
             row["notes"].append(f"symm: {case.zero.why_not}")
             continue
-        outcome = _tried(case, variant, functools.partial(runs[variant], case, experts), row)
+        outcome = tried(
+            case, variant, functools.partial(train, case, variant, experts, TIDE.get(variant), compare=True), row
+        )
         if outcome is not None:
             outcomes[variant] = outcome
             row |= outcome.timing.as_row(variant)
@@ -194,7 +194,7 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     return row | _ratios(row)
 
 
-def _tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -> Outcome | None:
+def tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -> Outcome | None:
     """What `measure` returns; where it raises, the row says so and the other variants go on."""
     try:
         return measure()
@@ -221,6 +221,20 @@ def _ratios(row: Row) -> Row:
 
 
 # --- the variants ---
+
+
+def train(
+    case: Case, variant: str, experts: str, attach: dict[str, Any] | None = None, *, compare: bool = False
+) -> Outcome:
+    """Train `variant`. attach: options of TIDE, None for the others. compare: fingerprint gradients first."""
+    if attach is not None:
+        # From the third backward on gradients may be sent as they come.
+        return _tide(case, experts, attach, checks=4 if compare else 0)
+    if variant == "floor":
+        return _floor(case, experts)
+    if variant == "symm":
+        return _symm(case, experts, checks=1 if compare else 0)
+    return _stock(case, experts, checks=2 if compare else 0)
 
 
 def _built(case: Case, experts: str) -> training.Stack:
@@ -260,12 +274,12 @@ def _floor(case: Case, experts: str) -> Outcome:
     return _measured(case, model, after_backward, lambda: 0, checks=0)
 
 
-def _stock(case: Case, experts: str) -> Outcome:
+def _stock(case: Case, experts: str, *, checks: int) -> Outcome:
     mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
-    return _trained(case, _sharded(case, experts, mesh), lambda: 0, checks=2)
+    return _trained(case, _sharded(case, experts, mesh), lambda: 0, checks=checks)
 
 
-def _symm(case: Case, experts: str) -> Outcome:
+def _symm(case: Case, experts: str, *, checks: int) -> Outcome:
     assert case.zero.group is not None
     mesh = DeviceMesh.from_group(case.zero.group, case.here.device.type)
     model = _sharded(case, experts, mesh)
@@ -274,7 +288,7 @@ def _symm(case: Case, experts: str) -> Outcome:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(WindowedAllGather(case.zero, lent))
     try:
-        return _trained(case, model, lambda: case.zero.nbytes)
+        return _trained(case, model, lambda: case.zero.nbytes, checks=checks)
     finally:
         case.here.synchronize()
         lent.clear()
@@ -283,15 +297,14 @@ def _symm(case: Case, experts: str) -> Outcome:
         case.zero.close()
 
 
-def _tide(case: Case, experts: str, *, attach: dict[str, Any]) -> Outcome:
+def _tide(case: Case, experts: str, attach: dict[str, Any], *, checks: int) -> Outcome:
     import tide_triton
 
     mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
     model = _sharded(case, experts, mesh)
     tide_triton.attach(model, transport=case.transport, strict=True, timeout_s=TIMEOUT_S, **attach)
     try:
-        # From the fourth backward on gradients are sent as they come.
-        outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes, checks=4)
+        outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes, checks=checks)
         report = tide_triton.report(model, quiet=True)
     except BaseException:
         # Windows must go; a model that stopped half way through a step may refuse.
@@ -304,7 +317,7 @@ def _tide(case: Case, experts: str, *, attach: dict[str, Any]) -> Outcome:
     return outcome
 
 
-def _trained(case: Case, model: training.Stack, windows: Callable[[], int], *, checks: int = 1) -> Outcome:
+def _trained(case: Case, model: training.Stack, windows: Callable[[], int], *, checks: int) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def after_backward() -> None:

@@ -92,7 +92,7 @@ class _Filling:
         self._filled = 0
 
     def add(self, index: int, numel: int, row: int, itemsize: int) -> None:
-        start = 0
+        start, before = 0, len(self._pieces)
         while start < numel:
             fits = (self._room - align(self._filled)) // itemsize
             stop = _stop(start, numel, row, fits, self._room // itemsize, ALIGNMENT // itemsize)
@@ -103,8 +103,9 @@ class _Filling:
             self._offsets.append(align(self._filled))
             self._filled = align(self._filled) + (stop - start) * itemsize
             start = stop
-        # The next tensor's gradient comes later: what is half full need not wait for it.
-        if 2 * self._filled >= self._room:
+        # The next tensor's gradient comes later: what is half full need not wait for it, nor may a large tensor's rest,
+        # for all of that gradient would stay in memory.
+        if 2 * self._filled >= self._room or (len(self._pieces) > before and self._ranges[0].start > 0):
             self._close()
 
     def _close(self) -> None:

@@ -5,15 +5,22 @@ start without torch. What the user can mend ends in one message on stderr and ex
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 #: Exit code where the input is refused, as for a misspelt option.
 REFUSED = 2
+
+#: GPUs of a node where the command is not told.
+GPUS_PER_NODE = 8
 
 #: Columns that tables may take where the output is not a terminal.
 UNBOUNDED_COLUMNS = 200
@@ -60,33 +67,92 @@ def tide(
 @app.command()
 def plan(
     spec: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--spec",
             metavar="FILE",
             help='JSON: {"world_size": 3, "tensors": [{"name": "w", "shape": [7, 3], "dtype": "bfloat16", '
             '"shard_dim": 0}]}. shard_dim may be left out.',
         ),
-    ],
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="llama-3.1-70b, wan2.2-a14b or qwen3-30b-a3b; with --gpus."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="GPUs that the model is sharded over.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", metavar="G", help="GPUs of a node: 8, or all if they are fewer.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="L", help="Blocks that are trained: all where it is left out.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole plan as JSON instead of tables.")] = False,
 ) -> None:
-    """Show where tensors lie in a slot, which bytes each rank owns, and what an all-gather copies.
+    """Show a group's layout (--spec) or the memory of a model's training (--model, --gpus).
+
+    A layout: where tensors lie in a slot, which bytes each rank owns, and what an all-gather copies. Memory: what one
+    GPU holds with stock FSDP2, with symmetric memory and with TIDE.
 
     Runs anywhere: nothing is allocated and no GPU is needed.
     """
-    from tide_triton.plan import build_plan, read_spec, render, to_json
-
     with mendable():
-        group = read_spec(spec)
-        layout = build_plan(group)
+        if spec is not None:
+            _refuse_beside(
+                "--spec", {"--model": model, "--gpus": gpus, "--gpus-per-node": gpus_per_node, "--layers": layers}
+            )
+            shown = _layout(spec)
+        else:
+            shown = _memory(model, gpus, gpus_per_node, layers)
     if as_json:
-        typer.echo(to_json(layout))
+        typer.echo(shown.as_json())
     else:
         from rich.console import Console
 
         # A pipe or a file has no width of its own: give long parameter names the room that rich's 80 would not.
         width = None if sys.stdout.isatty() else UNBOUNDED_COLUMNS
-        Console(width=width).print(render(group, layout))
+        Console(width=width).print(shown.as_tables())
+
+
+class _Shown(NamedTuple):
+    """A plan in both of its forms, each made when it is asked for."""
+
+    as_json: Callable[[], str | bytes]
+    as_tables: Callable[[], "RenderableType"]
+
+
+def _layout(spec: Path) -> _Shown:
+    """Raises SpecError."""
+    from tide_triton.plan import build_plan, read_spec, render, to_json
+
+    group = read_spec(spec)
+    layout = build_plan(group)
+    return _Shown(partial(to_json, layout), partial(render, group, layout))
+
+
+def _memory(model: str | None, gpus: int | None, gpus_per_node: int | None, layers: int | None) -> _Shown:
+    """Raises SpecError."""
+    from tide_triton.layouts import SpecError
+    from tide_triton.memory import model_named, plan_memory, topology_of
+    from tide_triton.memory_show import render, to_json
+
+    if model is None:
+        raise SpecError("give --spec FILE for a layout, or --model NAME and --gpus N for the memory of training")
+    spec = model_named(model)
+    if gpus is None:
+        raise SpecError(f"--model {spec.name} needs --gpus N, the GPUs that it is sharded over, such as --gpus 64")
+    topology = topology_of(gpus, min(gpus, GPUS_PER_NODE) if gpus_per_node is None else gpus_per_node)
+    memory = plan_memory(spec, topology, layers=layers)
+    return _Shown(partial(to_json, memory), partial(render, memory))
+
+
+def _refuse_beside(option: str, others: Mapping[str, object]) -> None:
+    from tide_triton.layouts import SpecError
+
+    for name, value in others.items():
+        if value is not None:
+            raise SpecError(f"{name} {value} does not go with {option}, which says all; give one of --spec and --model")
 
 
 def _at_least_two(ranks: int) -> int:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from bench import cases, results
 from bench.__main__ import app
 
-COMMANDS = ("kernels", "all_gather", "reduce_scatter", "interference", "step", "all", "show")
+COMMANDS = ("kernels", "all_gather", "reduce_scatter", "interference", "step", "memory", "all", "show")
 
 
 def test_help_names_every_benchmark() -> None:

@@ -1,0 +1,96 @@
+"""What training takes of a GPU's memory, windows included, beside what `tide_triton.memory` plans from shapes.
+
+One row per model and number of tokens: model, layers, tokens, and by variant (those of `bench.step`, and
+`tide_in_slots`: gradients sent early, those of linear layers written over their weights)
+
+    held_gib      what the allocator had taken from the GPU at its peak, and windows: memory in use on the device
+    peak_gib      what was allocated of it at its peak, and windows
+    windows_gib   windows alone
+    planned_gib   the plan's peak, without activations
+    step_ms       time of a step, for what memory costs
+
+and held_below_stock_gib {variant: how much less is in use than under stock FSDP2}. Then one row per model and number of
+GPUs for the buffer of the reduce-scatter: model, gpus, ring_bytes, flag_bytes.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench import cases, step, training
+from bench.ranks import Here
+from bench.results import Row, attempt
+from tide_triton.layouts import Topology
+from tide_triton.memory import plan_memory
+from tide_triton.models import MODELS, ModelSpec
+from tide_triton.transports.select import TransportName
+
+#: Options of `attach` by variant.
+TIDE: Mapping[str, dict[str, Any]] = {
+    **step.TIDE,
+    "tide_in_slots": {"slot_reuse": False, "early_reduce": True, "grads_in_slots": True},
+}
+VARIANTS = ("stock", "symm", *TIDE)
+
+_GIB = 1 << 30
+_STEPS = 3
+
+
+def run(
+    here: Here,
+    models: Sequence[ModelSpec],
+    tokens: Sequence[int],
+    transport: TransportName,
+    *,
+    layers: int | None = None,
+) -> Iterator[Row]:
+    """One row per model and number of tokens, then those of the reduce-scatter's buffer."""
+    zero = step.ZeroCta(here)
+    for model in models:
+        for count in tokens:
+            case = step.Case(here, model, layers or cases.step_layers(model), count, transport, _STEPS, zero)
+            identity = {"model": model.name, "tokens": count, "gpus": here.world_size}
+            yield attempt(here, identity, functools.partial(_measure, case))
+            here.release()
+    for model in models:
+        if model.name in MODELS:
+            for buffer in plan_memory(model, Topology(1, max(here.world_size, 2))).buffers:
+                yield {
+                    "model": model.name,
+                    "tokens": None,
+                    "gpus": buffer.world_size,
+                    "ring_bytes": buffer.ring,
+                    "flag_bytes": buffer.flags,
+                }
+
+
+def _measure(case: step.Case) -> Row:
+    experts, note = training.experts_that_work(case.here.device) if case.model.experts else ("none", "")
+    row: Row = {"layers": case.layers, "experts": experts, "notes": [note] if note else []}
+    outcomes: dict[str, step.Outcome] = {}
+    for name in VARIANTS:
+        if name == "symm" and case.zero.why_not is not None:
+            row["notes"].append(f"symm: {case.zero.why_not}")
+            continue
+        outcome = step.tried(case, name, functools.partial(step.train, case, name, experts, TIDE.get(name)), row)
+        if outcome is not None:
+            outcomes[name] = outcome
+            case.here.say(f"      {name}: {outcome.reserved_gib:.2f} GiB held, {outcome.peak_gib:.2f} at the peak")
+    row["held_gib"] = {name: o.reserved_gib for name, o in outcomes.items()}
+    row["peak_gib"] = {name: o.peak_gib for name, o in outcomes.items()}
+    row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}
+    row["step_ms"] = {name: o.timing.ms for name, o in outcomes.items()}
+    row["planned_gib"] = _planned(case)
+    if "stock" in outcomes:
+        stock = outcomes["stock"].reserved_gib
+        row["held_below_stock_gib"] = {name: stock - o.reserved_gib for name, o in outcomes.items() if name != "stock"}
+    return row
+
+
+def _planned(case: step.Case) -> dict[str, float]:
+    """The plan of what is trained here: blocks, and a root without embedding and head."""
+    if case.model.name not in MODELS or case.here.world_size < 2:
+        return {}
+    plan = plan_memory(replace(case.model, vocab=0), Topology(1, case.here.world_size), layers=case.layers)
+    return {variant.name: variant.peak / _GIB for variant in plan.variants}

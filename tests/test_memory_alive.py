@@ -1,0 +1,40 @@
+"""Memory plans against what is alive in real steps of FSDP2 on the CPU: stock, symm and TIDE.
+
+Blocks are small and steps are of one token, so that activations are next to nothing and every byte must be explained.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.live_bytes import measure
+from tests.ranks import RankPools
+from tide_triton.layouts import Topology
+from tide_triton.memory import plan_memory
+from tide_triton.models import ModelSpec
+
+#: Chunks so small that gradients do not pass in one, as those of large models do not.
+CHUNK = 1 << 15
+
+ATTACH: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "symm": {},
+    "tide": {"slot_reuse": True},
+    "tide_ring": {"slot_reuse": False},
+    "tide_early": {"slot_reuse": False, "early_reduce": True},
+}
+
+
+@pytest.mark.parametrize("variant", ATTACH)
+@pytest.mark.parametrize(("world_size", "layers", "vocab"), [(2, 1, 1000), (2, 4, 0), (3, 2, 1000)])
+def test_a_plan_is_what_is_alive_in_a_step(
+    ranks: RankPools, world_size: int, layers: int, vocab: int, variant: str
+) -> None:
+    spec = ModelSpec("small", "llama", 128, 512, 4, 2, 32, layers, vocab=vocab)
+    planned = plan_memory(spec, Topology(1, world_size), ring_chunk_nbytes=CHUNK).variant(variant)
+    before, most = ranks(world_size).run(measure, spec, variant, {**ATTACH[variant], "ring_chunk_nbytes": CHUNK})[0]
+    always = planned.items["shards"] + planned.items["optimizer"] + planned.windows
+    if variant in ("stock", "symm"):
+        assert before == pytest.approx(always, rel=0.01)
+    # What a step adds. On the CPU a rank has the other ranks' windows mapped as well, so only that can be compared.
+    assert most - before == pytest.approx(planned.peak - always, rel=0.01)

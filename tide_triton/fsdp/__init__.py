@@ -3,7 +3,10 @@
     internals.py    where FSDP2 keeps its groups, parameters and process groups, on torch 2.11 to 2.14
     tickets.py      tensors without storage that stand for FSDP2's flat buffers and record what it does with them
     params.py       FSDP2's parameter and parameter group, as they are while attached
-    binding.py      one parameter group: its layout, its slot, its path
+    binding.py      one parameter group: its layout, its slot, its gathers
+    group_reduce.py its reductions;  early.py  those that begin before FSDP2 asks for them
+    slot_linear.py  linear layers that write weight gradients over the weights
+    options.py      what `attach` was told
     comms.py        the all-gather and reduce-scatter that FSDP2 calls
     domain.py       the groups of one process group: transport, slots, and which group takes which
     attachment.py   attach, detach

@@ -18,6 +18,7 @@ Over many nodes:
     rails.sends, rails.forwards         the all-gather, block by block: over rails, and on inside the node
     pacing.Pacing, pacing.cut           how much is under way at once: chunks, and a window over them
     queues.rail_queue, .local_queue     the all-gather, chunk by chunk, and what each put waits for
+    queues.rail_receipts, .in_turn      what it acknowledges, and both in an order for one thing at a time
     hierarchy.Hierarchy                 the reduce-scatter: node by node, in rings of a fixed size
     loads.gather_load, .reduce_load     what they cost a rank: rounds, bytes, memory
 """
@@ -25,7 +26,18 @@ Over many nodes:
 from tide_triton.layouts.hierarchy import Buffer, Hierarchy
 from tide_triton.layouts.loads import Load, gather_load, reduce_load
 from tide_triton.layouts.pacing import Pacing, Wait, cut, cut_slices
-from tide_triton.layouts.queues import ChunkPut, PutQueue, arrivals, block_sizes, local_queue, rail_queue
+from tide_triton.layouts.queues import (
+    ChunkPut,
+    PutQueue,
+    Receipt,
+    arrivals,
+    block_sizes,
+    in_turn,
+    local_queue,
+    local_receipts,
+    rail_queue,
+    rail_receipts,
+)
 from tide_triton.layouts.rails import Forward, Receive, Send, forwards, receives, rounds, sends
 from tide_triton.layouts.rotation import GroupUse, Rotation, SlotShortageError, assign
 from tide_triton.layouts.schedule import flat
@@ -55,6 +67,7 @@ __all__ = [
     "Place",
     "PutQueue",
     "RailPut",
+    "Receipt",
     "Receive",
     "Region",
     "Rotation",
@@ -78,9 +91,12 @@ __all__ = [
     "forwards",
     "gather_copies",
     "gather_load",
+    "in_turn",
     "local_queue",
+    "local_receipts",
     "merge",
     "rail_queue",
+    "rail_receipts",
     "receives",
     "reduce_load",
     "rounds",

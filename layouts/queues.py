@@ -12,10 +12,15 @@ and until the put `depth` places before it has been acknowledged:
 chunk has landed and waits for nothing else, so neither window can block for good: what a put waits for comes from an
 earlier round, from earlier in its own queue, or, inside the node, from a rail.
 
+Where a rank must send acknowledgements itself, they are steps too, *receipts*, and those that nobody waits for are left
+out. A rank that can do but one thing at a time puts and acknowledges by turns (`in_turn`): put k of a round, then the
+receipt of the put k that comes to it in that round. Put k waits for earlier puts and receipts of other ranks alone, its
+receipt for put k, so that one by one nothing blocks for good either.
+
 Empty blocks are not sent, and the numbers of rounds stay what they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tide_triton.layouts.pacing import Pacing, Wait
@@ -56,6 +61,27 @@ class PutQueue:
             return None
         earlier = self.puts[index - self.depth]
         return Wait("acknowledged", earlier.peer, earlier.number)
+
+    @property
+    def acknowledged(self) -> tuple[ChunkPut, ...]:
+        """The puts whose acknowledgement a later put waits for: all but the last `depth`."""
+        return self.puts[: max(len(self.puts) - self.depth, 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Once put `number` of rank `source` to this rank has landed, that rank is told.
+
+    round: that of the put.
+    """
+
+    round: int
+    source: int
+    number: int
+
+    @property
+    def waits_for(self) -> Wait:
+        return Wait("landed", self.source, self.number)
 
 
 def block_sizes(layout: SlotLayout) -> tuple[int, ...]:
@@ -99,6 +125,36 @@ def local_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pac
             )
     # So many places back is the same peer, `depth` chunks ago.
     return PutQueue(tuple(puts), pacing.depth * max(topology.gpus_per_node - 1, 1))
+
+
+def rail_receipts(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> tuple[Receipt, ...]:
+    """What `rank` acknowledges of what comes over its rail, in order; arguments as for `rail_queue`."""
+    sources = {receive.source for receive in receives(topology, rank)}
+    return _receipts(rank, ((source, rail_queue(topology, source, sizes, pacing)) for source in sorted(sources)))
+
+
+def local_receipts(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> tuple[Receipt, ...]:
+    """What `rank` acknowledges of what comes from its own node, in order; arguments as for `rail_queue`."""
+    sources = (source for source in topology.local_ranks(topology.node(rank)) if source != rank)
+    return _receipts(rank, ((source, local_queue(topology, source, sizes, pacing)) for source in sources))
+
+
+def _receipts(rank: int, queues: Iterable[tuple[int, PutQueue]]) -> tuple[Receipt, ...]:
+    puts = ((source, put) for source, queue in queues for put in queue.acknowledged if put.peer == rank)
+    return tuple(sorted((Receipt(put.round, source, put.number) for source, put in puts), key=_place))
+
+
+def in_turn(queue: PutQueue, receipts: Sequence[Receipt]) -> tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]:
+    """`queue`'s puts, each with its credit, and `receipts`, in an order in which a rank may do one after the other."""
+    paced = ((put, queue.credit(index)) for index, put in enumerate(queue.puts))
+    steps: list[tuple[tuple[int, int, int], tuple[ChunkPut, Wait | None] | Receipt]]
+    steps = [(_place(put), (put, credit)) for put, credit in paced]
+    steps += ((_place(receipt), receipt) for receipt in receipts)
+    return tuple(step for _, step in sorted(steps, key=lambda placed: placed[0]))
+
+
+def _place(step: ChunkPut | Receipt) -> tuple[int, int, int]:
+    return step.round, step.number, int(isinstance(step, Receipt))
 
 
 def arrivals(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> tuple[Wait, ...]:

@@ -12,8 +12,8 @@ queue, marks and counters hold it back. So every interleaving that streams allow
 With `in_order`, a rank has one stream and its host waits until that is done, as on the host transport.
 
 Each window keeps a ledger: which turn its owner is in, and which accesses of the owner (casts, reads, sums, puts from
-it) are still to come. A put or a cast that happens before all accesses of earlier turns is a `Violation`, as are
-counters that do not grow and ranks that wait for each other forever.
+it and into it) are still to come. A write that happens before all accesses of earlier turns is a `ScheduleError`, as
+are counters that do not grow and ranks that wait for each other forever.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from tide_triton.views import as_bytes
 POISON = 0xFF
 
 
-class Violation(AssertionError):
+class ScheduleError(AssertionError):
     """Something happened that no schedule may allow."""
 
 
@@ -99,6 +99,7 @@ class Point:
 class SimulatedWindow:
     """Rank `rank`'s memory of window `serial`, its counters and its ledger.
 
+    counters: of each kind, one per peer.
     opened: the latest turn that the owner's host has begun. written: the latest turn in which anything was written.
     to_come: by turn, how many accesses of the owner have been issued and not happened.
     """
@@ -111,22 +112,26 @@ class SimulatedWindow:
     opened: int = 0
     written: int = 0
     to_come: Counter[int] = field(default_factory=Counter)
-    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.address = self.memory.data_ptr()
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        self.is_closed = True
+        """Nothing to give back."""
 
     def write(self, turn: int, what: str) -> None:
         """Check that what happens now, in turn `turn`, overwrites nothing."""
         if self.opened < turn:
-            raise Violation(f"{what} comes in turn {turn} into {self}, whose owner is in turn {self.opened}")
+            raise ScheduleError(f"{what} comes in turn {turn} into {self}, whose owner is in turn {self.opened}")
         if earlier := sorted(t for t, count in self.to_come.items() if count and t < turn):
-            raise Violation(f"{what} comes in turn {turn} into {self}, which its owner still uses in turns {earlier}")
+            raise ScheduleError(
+                f"{what} comes in turn {turn} into {self}, which its owner still uses in turns {earlier}"
+            )
         if turn < self.written:
-            raise Violation(f"{what} of turn {turn} comes late into {self}, written in turn {self.written}")
+            raise ScheduleError(f"{what} of turn {turn} comes late into {self}, written in turn {self.written}")
         self.written = turn
 
     def __str__(self) -> str:
@@ -181,16 +186,15 @@ class Cluster:
             if start <= address and address + copy.src.end <= start + memory.numel():
                 offset = address - start + copy.src_offset + memory.storage_offset()
                 return torch.as_strided(memory, (copy.rows, copy.width), (copy.src_pitch, 1), offset)
-        raise Violation(f"{copy} reads memory that nobody owns")
+        raise ScheduleError(f"{copy} reads memory that nobody owns")
 
     def window_of(self, tensor: torch.Tensor) -> SimulatedWindow | None:
         """The window that `tensor` lies in."""
-        for twins in self.windows:
-            for window in twins:
-                start = window.memory.data_ptr()
-                if tensor.numel() and start <= tensor.data_ptr() < start + window.nbytes:
-                    return window
-        return None
+        if tensor.numel() == 0:
+            return None
+        address = tensor.data_ptr()
+        windows = (window for twins in self.windows for window in twins)
+        return next((w for w in windows if w.address <= address < w.address + w.nbytes), None)
 
     # --- what happens next ---
 
@@ -222,7 +226,7 @@ class Cluster:
             self._advance(stream)
             done += 1
         if count is None and (stuck := [f"{s}: {s.queue[0].label}" for s in self.streams if s.queue]):
-            self._fail(Violation("nothing can happen any more:\n    " + "\n    ".join(stuck)))
+            self._fail(ScheduleError("nothing can happen any more:\n    " + "\n    ".join(stuck)))
 
     def _advance(self, stream: Stream) -> None:
         try:
@@ -337,13 +341,17 @@ class SimulatedTransport:
             source = self.cluster.source(address, copy)
 
             def happen(copy: Copy = copy, source: torch.Tensor = source) -> None:
-                theirs.write(turn, f"a put of rank {self.rank}")
+                if theirs is not own:
+                    theirs.write(turn, f"a put of rank {self.rank}")
                 to = torch.as_strided(theirs.memory, (copy.rows, copy.width), (copy.dst_pitch, 1), copy.dst_offset)
                 to.copy_(source)
 
-            # Where it starts in the own slot, that is in use until then.
-            reads = [own] if self.cluster.window_of(source) is own else []
-            self.enqueue(f"put to rank {put.peer}, turn {turn} of window {own.serial}", happen, reads=reads)
+            # Where it starts in an own slot, that is in use until then.
+            starts_in = self.cluster.window_of(source)
+            reads = [] if starts_in is None else [starts_in]
+            writes = [own] if theirs is own else []
+            label = f"put to rank {put.peer}, turn {turn} of window {own.serial}"
+            self.enqueue(label, happen, reads=reads, writes=writes)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
         assert isinstance(window, SimulatedWindow)
@@ -354,7 +362,7 @@ class SimulatedTransport:
         def happen() -> None:
             before = theirs.counters[counter][self.rank]
             if value <= before:
-                raise Violation(f"counter {counter} of rank {self.rank} in {theirs} goes from {before} to {value}")
+                raise ScheduleError(f"counter {counter} of rank {self.rank} in {theirs} goes from {before} to {value}")
             theirs.counters[counter][self.rank] = value
 
         self._current.push(Operation(f"signal {counter} = {value} of window {window.serial} to rank {peer}", happen))
@@ -366,7 +374,7 @@ class SimulatedTransport:
         self._current.push(Operation(label, lambda: None, lambda: words[peer] >= value))
 
     def clear(self, window: Window, peer: int, counter: int) -> None:
-        raise Violation("nothing is captured here")
+        raise ScheduleError("nothing is captured here")
 
     @contextmanager
     def lane(self, name: Lane, *, joined: bool = True) -> Iterator[None]:
@@ -393,7 +401,7 @@ class SimulatedTransport:
             self._current.push(Operation(f"after {mark.count} of {mark.stream}", lambda: None, mark.is_reached))
 
     def abort(self, reason: str) -> None:
-        raise Violation(f"rank {self.rank} gives up: {reason}")
+        raise ScheduleError(f"rank {self.rank} gives up: {reason}")
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -422,7 +430,7 @@ class _OnStream:
             self._run()
             # Nobody needs them any more.
             for tensor in landed:
-                as_bytes(tensor).fill_(POISON)
+                tensor.fill_(torch.nan)
 
         with on.transport.calling(on.name):
             on.transport.enqueue(self._label, happen, reads=windows[0], writes=windows[1])

@@ -151,6 +151,13 @@ class AllGather:
     def _prepare_piece(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int
     ) -> tuple[Prepared | None, Put | None, list[Put]]:
+        cast, own, moves = self.fill(slot, shards, kept, number)
+        return cast, own, [slot.transport.prepare(slot.window, peer, moves) for peer in slot.peers]
+
+    def fill(
+        self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int = 0
+    ) -> tuple[Prepared | None, Put | None, list[tuple[torch.Tensor, Copy]]]:
+        """What fills the own places of piece `number`: a cast or nothing, a put or nothing; and what peers get."""
         piece, memory, transport = self._pieces[number], slot.window.memory, slot.transport
         sources = [
             shards[index].detach().reshape(-1)[: self.regions[index].nbytes // self.dtypes[index].itemsize]
@@ -158,9 +165,7 @@ class AllGather:
         ]
         if kept is None and any(s.dtype != self.dtypes[index] for s, index in zip(sources, piece, strict=True)):
             places = [region_view(memory, self.regions[index], self.dtypes[index]) for index in piece]
-            moves = [(memory, copy) for copy in self.copies[number]]
-            puts = [transport.prepare(slot.window, peer, moves) for peer in slot.peers]
-            return prepare_place(sources, places), None, puts
+            return prepare_place(sources, places), None, [(memory, copy) for copy in self.copies[number]]
         cast = None
         if kept is not None:
             if not kept.is_fresh:
@@ -171,8 +176,7 @@ class AllGather:
             for source, index in zip(sources, piece, strict=True)
             if (copy := between(Region(0, 1, source.nbytes, source.nbytes).merged(), self.regions[index])) is not None
         ]
-        puts = [transport.prepare(slot.window, peer, moves) for peer in slot.peers]
-        return cast, transport.prepare(slot.window, self.rank, moves), puts
+        return cast, transport.prepare(slot.window, self.rank, moves), moves
 
     def views(self, slot: Slot) -> list[torch.Tensor]:
         """The group's unsharded tensors as they lie in `slot`."""

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from tide_triton.all_gather import AllGather
-from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, shard
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, Topology, shard
 from tide_triton.layouts.ring import chunk_for
+from tide_triton.many_nodes import ManyNodes
 from tide_triton.reduce_scatter import ReduceScatter, Reduction
+from tide_triton.reducers import Reducer
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import DTYPES, dtype_name
-from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH, SlotPool
+from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH, Ring, Slot, SlotPool
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,16 +34,22 @@ class Collectives:
 
     group: a process group whose size is `spec.world_size`; every rank makes the same calls in the same order.
     transport, timeout_s: as in `tide_triton.attach`.
+    topology: the ranks as nodes x GPUs, rank = node * GPUs + GPU, which both collectives then follow: blocks cross each
+    rail once, gradients are summed inside a node before they leave it, in node order after. None for one node.
+    wire_dtype: over several nodes, what a node's sum of gradients is rounded to on its way; None for what it is summed
+    in (fp32, or fp64). See `tide_triton.hierarchical_reduce` for what that costs in accuracy.
 
     Arguments are checked on each rank before anything moves; a call that one rank refuses is one that the others make.
 
     One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned. Gradients go through
     a ring of two chunks of at most 64 MiB. Close it, or use it as a context manager, to give the windows back.
 
-    Both can be captured in a CUDA graph once each has run outside of one, and replayed with other contents of the same
-    tensors while this is open. Every rank replays the same graphs in the same order; no time limit watches replays.
+    On one node, both can be captured in a CUDA graph once each has run outside of one, and replayed with other contents
+    of the same tensors while this is open. Every rank replays the same graphs in the same order; no time limit watches
+    replays.
 
-    Raises SpecError where the group's size is not the spec's, MismatchError where ranks disagree, and what
+    Raises SpecError where the group's or the topology's size is not the spec's, or `wire_dtype` is none that can be
+    summed, MismatchError where ranks disagree, and what
     `tide_triton.attach` raises about windows and peers.
     """
 
@@ -53,9 +61,18 @@ class Collectives:
         transport: select.TransportName = "auto",
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
+        topology: Topology | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         if group.size() != spec.world_size:
             raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
+        if topology is not None and topology.world_size != spec.world_size:
+            raise SpecError(
+                f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but spec.world_size is "
+                f"{spec.world_size}"
+            )
+        if wire_dtype is not None and wire_dtype not in _FLOATS:
+            raise SpecError(f"wire_dtype must be one of {', '.join(map(str, _FLOATS))}, or None, got {wire_dtype!r}")
         device = torch.device(device)
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -65,16 +82,27 @@ class Collectives:
         self.rank: int = group.rank()
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
-        self._reducers: dict[torch.dtype, ReduceScatter] = {}
+        self._reducers: dict[torch.dtype, Reducer] = {}
         meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
-        meeting.require_equal(spec.digest, parts, "opening Collectives")
+        parts += [("topology", repr(topology)), ("wire_dtype", repr(wire_dtype))]
+        meeting.require_equal(f"{spec.digest} {topology} {wire_dtype}", parts, "opening Collectives")
         chosen, _ = select.make(transport, device, group, meeting, timeout_s)
         self._pool = SlotPool(chosen)
-        self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
+        self._nodes: ManyNodes | None = None
+        self._gather: AllGather
+        self._ring: Ring | Slot
+        if topology is not None and topology.nodes > 1:
+            self._nodes = ManyNodes(topology, RING_CHUNK_NBYTES, RING_DEPTH, wire_dtype)
+            self._gather = self._nodes.gatherer(SlotLayout(spec), self.rank)
+        else:
+            self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
         try:
             self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
-            self._ring = self._pool.ring(chunk_for([spec], RING_CHUNK_NBYTES), RING_DEPTH, spec.digest)
+            if self._nodes is None:
+                self._ring = self._pool.ring(chunk_for([spec], RING_CHUNK_NBYTES), RING_DEPTH, spec.digest)
+            else:
+                self._ring = self._nodes.rings(self._pool, [spec])
         except BaseException:
             self._pool.close()
             raise
@@ -97,6 +125,8 @@ class Collectives:
     ) -> list[torch.Tensor]:
         """This rank's shards of the gradients' sum or average over the ranks, added in rank order.
 
+        Over several nodes: in rank order inside each node, and these sums in node order.
+
         gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
         dtype: of the result, and what contributions wider than it are rounded to before the sum.
         """
@@ -104,7 +134,11 @@ class Collectives:
         reducer = self._reducers.get(grad_dtype)
         if reducer is None:
             landing = LandingLayout(self.spec, dtype_name(grad_dtype))
-            reducer = self._reducers[grad_dtype] = ReduceScatter(landing, self.rank)
+            if self._nodes is None:
+                reducer = ReduceScatter(landing, self.rank)
+            else:
+                reducer = self._nodes.reducer(landing, self.rank)
+            self._reducers[grad_dtype] = reducer
         shards = [shard(t, self.spec.world_size, self.rank) for t in self.spec.tensors]
         outputs = [torch.empty(s.numel, dtype=dtype, device=g.device) for s, g in zip(shards, gradients, strict=True)]
         reducer(

@@ -7,14 +7,29 @@ shared_memory.py, peers.py    what host.py stands on: anonymous segments, and wh
 """
 
 from tide_triton.transports.base import (
+    ACKNOWLEDGED,
     CAPTURED_READY,
     CAPTURED_WRITTEN,
     READY,
+    VACATED,
     WRITTEN,
+    Lane,
     Mark,
     Put,
     Transport,
     Window,
 )
 
-__all__ = ["CAPTURED_READY", "CAPTURED_WRITTEN", "READY", "WRITTEN", "Mark", "Put", "Transport", "Window"]
+__all__ = [
+    "ACKNOWLEDGED",
+    "CAPTURED_READY",
+    "CAPTURED_WRITTEN",
+    "READY",
+    "VACATED",
+    "WRITTEN",
+    "Lane",
+    "Mark",
+    "Put",
+    "Transport",
+    "Window",
+]

@@ -1,10 +1,12 @@
 """The protocol between collectives and transports.
 
-A *window* is memory of the same size on every rank, into which the others may put. It carries two counters per peer,
+A *window* is memory of the same size on every rank, into which the others may put. It carries counters of each peer,
 held in the memory of the rank that waits for them, and these only grow:
 
-    READY     the peer's window is vacant for turn n: you may put into it (a credit)
-    WRITTEN   the peer has put everything it had for turn n into yours
+    READY         the peer's window is vacant for turn n: you may put into it (a credit)
+    WRITTEN       the peer has put everything it had for turn n into yours
+    ACKNOWLEDGED  so many of your puts have landed there         } where puts are paced one by one: over several nodes
+    VACATED       so many credits for single places of its window }
 
 `put`, `signal` and `wait` keep their order: on a GPU the order of the current stream, on the host that of the calls.
 Lanes let them run beside the caller: on a GPU a lane is a stream of the transport's own, on the host there is but one
@@ -25,11 +27,13 @@ WRITTEN: Final = 1
 #: clears it, before it does what the peer waits for before it raises it again.
 CAPTURED_READY: Final = 2
 CAPTURED_WRITTEN: Final = 3
+ACKNOWLEDGED: Final = 4
+VACATED: Final = 5
 #: How many kinds of counter a window has.
-COUNTERS: Final = 4
+COUNTERS: Final = 6
 
 #: What runs beside the caller, each in an order of its own.
-Lane = Literal["gather", "cast", "reduce", "sum"]
+Lane = Literal["gather", "cast", "reduce", "sum", "rail", "receipts", "final"]
 
 
 class Mark(Protocol):

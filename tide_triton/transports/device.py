@@ -9,6 +9,9 @@ rank's memory: no SM takes part.
     cast      the cast of shards into the own slot
     reduce    credits, puts and signals of reduce-scatters                   the gradients
     sum       the sums of what has landed                                    WRITTEN, piece by piece
+    rail      over several nodes: puts to other nodes                        what they wait for (`paced`)
+    receipts  acknowledgements of what an all-gather has brought             WRITTEN, chunk by chunk
+    final     the sums of what other nodes have put                          WRITTEN, chunk by chunk
 """
 
 import abc

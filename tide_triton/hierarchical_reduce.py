@@ -1,0 +1,190 @@
+"""TIDE-RS over several nodes: sum inside the node, one put over the rail, sum over the nodes.
+
+    gradients --node--> contributions --sum--> outbox --rail--> partials --sum--> accumulator --> shard
+
+`layouts.hierarchy` says which rank takes which step when, and what each step waits for; `hierarchical_steps` makes it
+happen, chunk by chunk through three rings in one window, whose size hangs on neither group nor world.
+
+**What is rounded where**, with `Reduction`'s three knobs and everything to nearest even:
+
+    x_r          gradient of rank r, rounded to the reduction's wire_dtype, times premultiply, rounded to it again
+    partial[n]   (x_first + x_second) + ... over the GPUs of node n, in fp32 (fp64 where fp64 is reduced); then rounded
+                 to `wire`, where that is narrower: the one rounding that a single node does not have
+    sum          (partial[0] + partial[1]) + ..., in fp32 (or fp64)
+    shard        sum / divisor, rounded to the output's dtype
+
+Where u is the unit roundoff of `wire` (2**-8 for bfloat16), that rounding moves a shard by at most
+u * (|partial[0]| + |partial[1]| + ...) / divisor, barring underflow; the fp32 roundings of the sums come on top.
+
+Where nodes have one GPU, and `wire` is not narrower than the gradients, they go over the rail as they are, and `x` is
+made of them where they are added. Then the order is rank order, and no partial is rounded.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tide_triton.hierarchical_steps import Execution, Plan, plan
+from tide_triton.layouts import GroupSpec, Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
+from tide_triton.layouts.slots import ALIGNMENT, align
+from tide_triton.reduce_scatter import Kept, Reduction
+from tide_triton.traffic import Traffic
+from tide_triton.transports import Mark
+from tide_triton.views import DTYPES, dtype_name
+from tide_triton.windows import Ring, Slot
+
+
+def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
+    """Bytes of a window that holds the rings of any reduction over `topology`, whatever its dtypes."""
+    # Slices from each other GPU, partials, and the outbox.
+    return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
+
+
+def pacing_for(topology: Topology, specs: Sequence[GroupSpec] | None, nbytes: int, depth: int) -> Pacing:
+    """Chunks so large that rings of `depth` of them take `nbytes` * `depth` bytes at most, but not below 256 bytes.
+
+    specs: groups, none of whose shards in fp32 a chunk need exceed; None for any.
+    """
+    room = nbytes // (topology.gpus_per_node + 1) // ALIGNMENT * ALIGNMENT
+    if specs is not None:
+        shards = ([shard(tensor, spec.world_size, 0) for tensor in spec.tensors] for spec in specs)
+        sizes = (sum(own.padded_numel * max(own.tensor.itemsize, 4) for own in of_group) for of_group in shards)
+        room = min(room, align(max(sizes, default=0)))
+    return Pacing(max(room, ALIGNMENT), depth)
+
+
+class HierarchicalReduceScatter:
+    """The reduce-scatter of one group on rank `rank` of `topology`, for gradients of one dtype.
+
+    pacing: bytes of a chunk in the wider of gradients' and partials' dtypes, and how many each ring holds a sender.
+    wire: what partials are rounded to on their way; None for the dtype they are summed in.
+    ctas: CTAs of a sum at most, None for as many as there are blocks.
+
+    Raises SpecError where the topology has other ranks than the landing, and for dtypes that cannot be summed.
+    """
+
+    def __init__(
+        self,
+        landing: LandingLayout,
+        rank: int,
+        topology: Topology,
+        pacing: Pacing,
+        wire: torch.dtype | None = None,
+        ctas: int | None = None,
+    ) -> None:
+        world = landing.spec.world_size
+        if topology.world_size != world:
+            raise SpecError(
+                f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the landing is for {world} "
+                f"ranks"
+            )
+        self.landing = landing
+        self.rank = rank
+        self.topology = topology
+        self.pacing = pacing
+        self.wire = wire
+        self.ctas = ctas
+        self.padded_numels = [shard(tensor, world, rank).padded_numel for tensor in landing.tensors]
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
+
+    def __call__(
+        self,
+        through: Slot | Ring,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        outputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+        what: str,
+        traffic: Traffic,
+    ) -> None:
+        """Reduce `gradients` over the ranks, and write this rank's shards to `outputs`: as `ReduceScatter` does.
+
+        through: a slot of at least `rings_nbytes(topology, pacing)` bytes.
+        """
+        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
+        reducing = self.start(through, into, reduction, what)
+        for index, gradient in gradients:
+            reducing.offer(index, gradient)
+        reducing.finish(traffic)
+
+    def start(
+        self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
+    ) -> "HierarchicalReducing":
+        """Begin a reduction of the tensors that `outputs` names, in its order: their gradients come by `offer`.
+
+        Raises ValueError where `through` is too small.
+        """
+        if not isinstance(through, Slot):
+            raise TypeError("over several nodes gradients go through one slot that holds their rings, not a Ring")
+        return HierarchicalReducing(self, through, outputs, reduction, what)
+
+    def plan(self, indices: tuple[int, ...], reduction: Reduction) -> Plan:
+        """How the gradients of tensors `indices` travel."""
+        key = indices, self.wide(reduction)
+        if key not in self._plans:
+            dtype, wire = self.landing.tensors[0].dtype, dtype_name(self.wire or self.wide(reduction))
+            hierarchy = Hierarchy(self.topology, self.pacing, dtype, wire)
+            self._plans[key] = plan(hierarchy, self.landing, indices, self.rank)
+        return self._plans[key]
+
+    def wide(self, reduction: Reduction) -> torch.dtype:
+        """What is summed in."""
+        added = reduction.wire_dtype or DTYPES[self.landing.tensors[0].dtype]
+        return torch.float64 if added == torch.float64 else torch.float32
+
+
+class HierarchicalReducing:
+    """A reduction under way. It goes once the last gradient was offered: its chunks cross from tensor to tensor."""
+
+    def __init__(
+        self,
+        reducer: HierarchicalReduceScatter,
+        slot: Slot,
+        outputs: Mapping[int, torch.Tensor],
+        reduction: Reduction,
+        what: str,
+    ) -> None:
+        self.outputs = outputs
+        self.reduction = reduction
+        self.waiting: dict[int, torch.Tensor] = {}
+        self.sent: set[int] = set()
+        self._reducer = reducer
+        self._slot = slot
+        self._what = f"reduce-scatter of {what}"
+        self._plan = reducer.plan(tuple(outputs), reduction) if outputs else None
+        self._done: Mark | None = None
+        if self._plan is not None and self._plan.hierarchy.nbytes > slot.window.nbytes:
+            raise ValueError(
+                f"{self._what} needs a slot of {self._plan.hierarchy.nbytes} bytes, got one of {slot.window.nbytes}"
+            )
+
+    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
+        """The gradient of tensor `index` (contiguous) is there, in the caller's order.
+
+        Returns all gradients once this was the last, None before: so long they live as long as this object.
+        """
+        self.waiting[index] = gradient
+        if self._plan is None or len(self.waiting) < len(self.outputs):
+            return None
+        wide, ctas = self._reducer.wide(self.reduction), self._reducer.ctas
+        steps = Execution(self._plan, self._slot, self.waiting, self.outputs, self.reduction, wide, ctas)
+        self._done = steps.run(self._what)
+        gradients, self.waiting = list(self.waiting.values()), {}
+        self.sent.update(self.outputs)
+        return Kept(gradients, self._done)
+
+    def follow(self) -> None:
+        """Whatever the caller does next comes after all that was sent so far."""
+        self._slot.transport.after(self._done)
+
+    def finish(self, traffic: Traffic) -> None:
+        """Once every gradient was offered: gradients may be freed, and outputs used, in the caller's order.
+
+        Raises RuntimeError where gradients are missing.
+        """
+        missing = sorted(set(self.outputs) - set(self.waiting) - self.sent)
+        if missing:
+            raise RuntimeError(f"{self._what}: the gradients of tensors {missing} of the group were never offered")
+        self.follow()
+        if self._plan is not None:
+            traffic.wire_bytes += self._plan.rail_nbytes + self._plan.local_nbytes
+        traffic.zero_copy += 1

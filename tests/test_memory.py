@@ -195,7 +195,8 @@ def test_one_block_needs_one_slot_and_one_output() -> None:
 def test_large_gradients_that_leave_as_they_come_are_two_at_a_time() -> None:
     plan = plan_memory(replace(LLAMA_3_1_70B, vocab=0), TWO_GPUS)
     largest = max(plan.block.gradients)
-    assert plan.variant("tide_early").items["gradients"] == 2 * largest
+    # And the smallest ones with them, which wait for more to fill a piece with.
+    assert 2 * largest <= plan.variant("tide_early").items["gradients"] < 2.001 * largest
 
 
 # --- gradients on their way ---

@@ -8,7 +8,7 @@
 | symm       | the same, all-gather outputs in windows, which are never given back                                |
 | tide       | attach(): gradients land in the slot that their group has vacated                                  |
 | tide_ring  | attach(slot_reuse=False): they go through a ring of fixed size, group by group                     |
-| tide_early | attach(slot_reuse=False, early_reduce=True): one by one, as autograd produces them; so from the    |
+| tide_early | attach(slot_reuse=False, early_reduce=True): blocks' one by one as they are produced; so from the   |
 |            | fourth backward on, and as tide_ring before                                                        |
 
 They are those of `bench/step.py`. attach(keep_cast=True) takes half of `shards` once more.
@@ -161,7 +161,7 @@ def plan_memory(
     lent = step.block.padded_nbytes * min(layers, 2) + step.root.padded_nbytes
     limit = ring_chunk_nbytes * ring_depth
     tide: tuple[Item, ...] = ("slots", "ring", "flags")
-    early = step.early(in_ring, limit, sent_with(block, chunk), sent_with(root, chunk))
+    early = step.early(in_ring, limit, sent_with(block, chunk))
     variants = (
         Variant("stock", "FSDP2 as it is", (), step.stock()),
         Variant("symm", "FSDP2, all-gather outputs in windows", ("gathered",), step.stock(lent)),

@@ -252,33 +252,38 @@ class Step:
             moment("optimizer", self.layers, root=True),
         )
 
-    def early(
-        self, windows: Mapping[Item, int], limit: int, block_sent: Sequence[int], root_sent: Sequence[int]
-    ) -> tuple[Moment, ...]:
-        """TIDE's, where each gradient leaves as autograd produces it.
+    def early(self, windows: Mapping[Item, int], limit: int, block_sent: Sequence[int]) -> tuple[Moment, ...]:
+        """TIDE's, where each gradient of a block leaves as autograd produces it, and the root's at the end.
 
-        A group's sharded gradients are allocated when its first gradient comes, so the root's are there from the start.
-        limit: as for `late`. block_sent, root_sent: `sent_with` of either group.
+        A block's sharded gradients are allocated when its first gradient comes.
+        limit: as for `late`. block_sent: `sent_with` of a block.
         """
-        order, root = self.block.gradients[::-1], self.root.gradients[::-1]
-        # The root's come first, except for the embedding's, which is the last of all. Two blocks are as good as all.
-        first = len(root) - self.has_embedding
-        end = first + min(self.layers, 2) * len(order)
-        places = [*range(first), end]
-        coming = [(root[i], places[root_sent[i]]) for i in range(first)]
-        for start in range(first, end, len(order)):
-            coming += [(nbytes, start + sent) for nbytes, sent in zip(order, block_sent, strict=True)]
-        coming += [(nbytes, end) for nbytes in root[first:]]
-        alive = in_flight(coming, limit)
+        b, r, before = self.block, self.root, self._before
+        order = b.gradients[::-1]
+        # Two blocks are as good as all.
+        coming = [
+            (nbytes, start + sent)
+            for start in range(0, min(self.layers, 2) * len(order), len(order))
+            for nbytes, sent in zip(order, block_sent, strict=True)
+        ]
+        # Nothing more comes at the end: what is there then is still being read.
+        *alive, being_read = in_flight([*coming, (0, len(coming))], limit)
 
-        def moment(name: str, reduced: int, *, gradients: int = 0) -> Moment:
-            return self._moment(name, reduced, {**windows, "gradients": gradients}, root=reduced > 0)
+        def moment(name: str, reduced: int, *, gradients: int = 0, root: bool = False) -> Moment:
+            return self._moment(name, reduced, {**windows, "gradients": gradients}, root=root)
 
-        passing = max(alive[end - len(order) : end])
-        moments = [moment("forward", 0), moment("backward: block 0's gradients pass", self.layers, gradients=passing)]
+        moments = [
+            moment("forward", 0),
+            moment("backward: block 0's gradients pass", self.layers, gradients=max(alive[-len(order) :]) + before),
+        ]
         if self.has_embedding:
-            moments.append(moment("backward: the embedding's gradient passes", self.layers, gradients=alive[-1]))
-        return (*moments, moment("optimizer", self.layers))
+            name = "backward: the embedding's gradient comes, block 0's last are being read"
+            moments.append(moment(name, self.layers, gradients=being_read + r.nbytes))
+        return (
+            *moments,
+            moment("backward: the root reduces", self.layers, gradients=r.nbytes, root=True),
+            moment("optimizer", self.layers, root=True),
+        )
 
     @property
     def _before(self) -> int:

@@ -54,7 +54,10 @@ class Slot:
         self.peers = flat(self.transport.world_size, self.transport.rank)
 
     def settle(self) -> None:
-        """Until nothing of the latest turn is still on its way into this rank's slot."""
+        """Until nothing of the latest turn is still on its way into this rank's slot.
+
+        Waits in the order that is current, once for each turn: whoever opens the next one must follow that order.
+        """
         latest = self._latest
         # What a graph gathers is waited for in that graph.
         if latest is not None and not latest.is_complete and latest.capture == self.transport.capture:
@@ -67,6 +70,12 @@ class Slot:
         """The latest turn's use of this slot ends here, in the order that is current. Returns the mark of it."""
         self._vacant = self.transport.mark()
         return self._vacant
+
+    def await_vacant(self) -> None:
+        """Until nobody reads this slot any more, for a use that is no turn."""
+        self.transport.after(self._vacant)
+        for mark in self._readers:
+            self.transport.after(mark)
 
     def read_until(self, mark: Mark | None) -> None:
         """Others than the turn's user read this slot until `mark`, whenever it is vacated."""
@@ -84,9 +93,7 @@ class Slot:
         # A gather that was issued and never waited for may still be coming in.
         self.settle()
         self.content = None
-        self.transport.after(self._vacant)
-        for mark in self._readers:
-            self.transport.after(mark)
+        self.await_vacant()
         self._readers.clear()
         capture = self.transport.capture
         if capture is None:

@@ -74,7 +74,8 @@ def attach(
     Call it on every rank after `fully_shard`, before or between training steps, on the FSDP2 root or on any module that
     contains FSDP2 modules. Results stay what stock FSDP2 computes; gradients are added in rank order.
 
-    transport: "host" for processes of one machine; "auto" picks by the parameters' device.
+    transport: "host" for processes of one machine; "auto" picks by the parameters' device. "nccl_rma" and "nvshmem" put
+    to other nodes with NCCL's and NVSHMEM's one-sided operations, inside a node as "nccl" and "symm" do.
     slots: in how many slots the groups that reshard take turns; None sizes it from the model and its prefetching.
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
     reuse: in backward, gather nothing where the parameters that forward gathered still lie in their slot, as those of
@@ -83,8 +84,8 @@ def attach(
     fixed size, which does not grow with the group or the world. What cannot land (gradients of a group that is not
     resharded, or wider than its parameters) goes through the ring by itself.
     early_reduce: send each gradient through the ring when autograd produces it, once two backwards of a group went
-    alike, and drop it when it is summed. Costs host time for each; ranks must produce the gradients of different groups
-    in the same order.
+    alike, and drop it when it is summed. Costs host time for each. Groups that hold no other groups only: those of a
+    parent come mixed with its children's, in an order that ranks need not share.
     keep_cast: keep each shard as it was cast for forward, so that backward gathers without a kernel; takes the bytes of
     all shards once more, in the parameters' dtype.
     grads_in_slots: with `early_reduce`, let `nn.Linear` layers write the gradients of their weights over the weights in
@@ -146,7 +147,8 @@ def attach(
             meeting = meetings[process_group]
             try:
                 agree_on_specs(meeting, members, options, timeout_s=timeout_s, prefetch=prefetch)
-                made, why = select.make(transport, members[0].group.device, process_group, meeting, timeout_s)
+                device = members[0].group.device
+                made, why = select.make(transport, device, process_group, meeting, timeout_s, options.nodes or 1)
                 domain = Domain(process_group, made, why, members, meeting, options)
                 domains.append(domain)
                 domain.allocate(prefetch)

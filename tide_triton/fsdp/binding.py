@@ -35,6 +35,7 @@ class GroupBinding:
         self.param_names = site.param_names
         self.depth = site.depth
         self.index_in_module = site.index
+        self.site = site
         self.domain = domain
         self.gather = Traffic()
         self.reduce = Traffic()
@@ -138,9 +139,10 @@ class GroupBinding:
             handle = unsharded.register_post_accumulate_grad_hook(GradientHook(self.reduction, index))
             self._hooks[index] = weakref.ref(unsharded), handle
 
-    def overwritten(self) -> None:
-        """The slot's memory was written other than by a turn."""
+    def overwrite(self) -> None:
+        """The slot's memory is written other than by a turn, in the order that is current."""
         if self.slot is not None:
+            self.slot.await_vacant()
             self.slot.content = None
 
     def place_of(self, index: int) -> torch.Tensor | None:
@@ -160,7 +162,8 @@ class GroupBinding:
 
     def used(self) -> None:
         """A backward is over: the next may want other parameters, for an optimizer may step before it."""
-        self.overwritten()
+        if self.slot is not None:
+            self.slot.content = None
         if self._cast is not None:
             self._cast.is_fresh = False
 

@@ -26,7 +26,7 @@ class TideAllGather(AllGather):  # type: ignore[misc]
             return GatherTicket(size, dtype, device, self.binding.finish_gather)
         # Stock copies out into the parameters' memory, which is the slot.
         self.binding.take_slot(may_defer=False)
-        self.binding.overwritten()
+        self.binding.overwrite()
         return torch.empty(math.prod(size), dtype=dtype, device=device)
 
     def __call__(

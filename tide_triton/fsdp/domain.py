@@ -164,6 +164,14 @@ class Domain:
             if candidate is not None and orders:
                 reduction.habit = replace(candidate, order=orders[number])
 
+    def encloses(self, binding: GroupBinding) -> bool:
+        """Whether another of these groups lies within `binding`'s modules, or beside it in the same one.
+
+        Then gradients of both may come mixed, and nothing makes FSDP2's ranks mix them alike.
+        """
+        inside = {id(module) for own in binding.group.modules for module in own.modules()}
+        return any(b is not binding and any(id(m) in inside for m in b.group.modules) for b in self.bindings)
+
     def shares_slot(self, binding: GroupBinding) -> bool:
         """Whether another group uses the same slot."""
         return any(b is not binding and b.slot is binding.slot for b in self.bindings)

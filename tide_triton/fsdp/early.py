@@ -8,8 +8,9 @@ Once two backwards went alike, the ranks agree on the order, and from then on ea
     ring            dW3 -> owner  dW2 -> owner  dW1 -> owner
     memory       dW3 is dropped before dW1 is made   (compute waits for its sum, which is long over)
 
-FSDP2 finds a placeholder in `.grad` and the sums in the output it asks for. Whatever differs from what was noted (other
-parameters with gradients, a second gradient of one) is reduced when FSDP2 asks, as without this.
+Groups within which others lie are left out: their gradients come mixed with the others', and a ring needs one order on
+all ranks. FSDP2 finds a placeholder in `.grad` and the sums in the output it asks for. Whatever differs from what was
+noted (other parameters with gradients, a second gradient of one) is reduced when FSDP2 asks, as without this.
 """
 
 from collections.abc import Mapping, Sequence

@@ -40,6 +40,7 @@ class GroupReduce:
         self._produced: list[int] = []
         self._early: EarlyReduction | None = None
         self._last: Habit | None = None
+        self._encloses: bool | None = None
         self._kept: list[Kept] = []
         #: How often forwards have used each weight since the last backward, where that is counted.
         self.uses: Counter[int] = Counter()
@@ -285,6 +286,10 @@ class GroupReduce:
         """The next reduction may begin early if it goes as this one: likely, where this one went as the one before."""
         options = self._binding.domain.options
         if self.habit is not None or self.candidate is not None or not options.early_reduce:
+            return
+        if self._encloses is None:
+            self._encloses = self._binding.domain.encloses(self._binding)
+        if self._encloses:
             return
         # Each gradient came once, and in this backward.
         once = len(self._produced) == len(collected) and set(self._produced) == set(collected)

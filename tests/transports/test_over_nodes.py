@@ -1,0 +1,245 @@
+"""Puts and counters of other nodes' ranks, with libraries and copy engine played on the memory of this process."""
+
+import ctypes
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tide_triton.copy_engine import Batch
+from tide_triton.layouts import Copy, SpecError
+from tide_triton.transports import READY, WRITTEN, over_nodes
+from tide_triton.transports.base import COUNTERS
+from tide_triton.transports.device import DeviceWindow, SymmetricMemory
+from tide_triton.transports.nccl_rma import NcclRmaTransport
+from tide_triton.transports.nvshmem import NvshmemTransport
+from tide_triton.transports.over_nodes import OverNodes, fillings
+
+WORLD, NODES = 4, 2
+#: So small that most puts need several fillings.
+STAGING = 64
+
+
+class Engine:
+    """Copies and writes that happen at once."""
+
+    def copy(self, batch: Batch, stream: int) -> None:
+        for to, source, nbytes in zip(batch.destinations, batch.sources, batch.sizes, strict=True):
+            ctypes.memmove(to, source, nbytes)
+        for to, to_pitch, source, pitch, width, rows in batch.strided:
+            for row in range(rows):
+                ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        ctypes.memmove(address, value.to_bytes(4, "little"), 4)
+
+
+class Nccl:
+    """What NcclRmaTransport asks of nccl4py; a window's handle is its memory of every rank."""
+
+    def __init__(self) -> None:
+        self.grouped: list[int] = []
+        self.contexts: set[int] = set()
+        self._open = 0
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        self._open = 0
+        yield
+        self.grouped.append(self._open)
+
+    def put_signal(
+        self, local: torch.Tensor, peer: int, window: list[torch.Tensor], at: int, *, context: int, stream: int
+    ) -> None:
+        assert local.dtype == torch.uint8
+        assert local.is_contiguous()
+        self._open += 1
+        self.contexts.add(context)
+        window[peer][at : at + local.numel()] = local
+
+
+class Nvshmem:
+    """What NvshmemTransport asks of nvshmem4py: symmetric addresses, as an offset from this rank's memory."""
+
+    Signal_op = SimpleNamespace(SIGNAL_SET=9)
+
+    def __init__(self, memories: list[torch.Tensor], rank: int) -> None:
+        self._memories, self._rank = memories, rank
+        self.calls: list[str] = []
+
+    def _at(self, address: int, peer: int) -> int:
+        offset = address - self._memories[self._rank].data_ptr()
+        assert 0 <= offset < self._memories[peer].numel()
+        return self._memories[peer].data_ptr() + offset
+
+    def putmem_on_stream(self, to: int, source: int, nbytes: int, peer: int, stream: int) -> None:
+        self.calls.append("put")
+        ctypes.memmove(self._at(to, peer), source, nbytes)
+
+    def putmem_nbi_on_stream(self, to: int, source: int, nbytes: int, peer: int, stream: int) -> None:
+        self.calls.append("put_nbi")
+        ctypes.memmove(self._at(to, peer), source, nbytes)
+
+    def quiet_on_stream(self, stream: int) -> None:
+        self.calls.append("quiet")
+
+    def signal_op_on_stream(self, address: int, value: int, kind: int, peer: int, stream: int) -> None:
+        assert kind == 9
+        assert address % 8 == 0
+        self.calls.append("signal")
+        ctypes.memmove(self._at(address, peer), value.to_bytes(8, "little"), 8)
+
+
+class Case:
+    """Rank 0 of two nodes of two ranks, with a window of `nbytes` bytes on each rank."""
+
+    def __init__(self, kind: str, nbytes: int) -> None:
+        self.kind = kind
+        word = 4 if kind == "nccl_rma" else 8
+        header = -(-WORLD * COUNTERS * word // 256) * 256
+        self.header = header
+        self.memories = [torch.zeros(header + nbytes, dtype=torch.uint8) for _ in range(WORLD)]
+        transport: Any = (NcclRmaTransport if kind == "nccl_rma" else NvshmemTransport).__new__(
+            NcclRmaTransport if kind == "nccl_rma" else NvshmemTransport
+        )
+        transport.rank, transport.world_size = 0, WORLD
+        transport._span(NODES, WORLD)
+        transport._engine = Engine()
+        transport._streams, transport._active = {}, None
+        transport._current = lambda: SimpleNamespace(cuda_stream=7)
+        transport._turn = lambda stream: nullcontext()
+        addresses = tuple(m.data_ptr() if rank < 2 else 0 for rank, m in enumerate(self.memories))
+        self.window = DeviceWindow(nbytes, 0, SymmetricMemory(self.memories[0], addresses, None), word)
+        staging = torch.zeros(header + transport.reserved_nbytes + STAGING, dtype=torch.uint8)
+        transport._staging = DeviceWindow(
+            staging.numel() - header, 0, SymmetricMemory(staging, (staging.data_ptr(), 0, 0, 0), None), word
+        )
+        transport._windows = [transport._staging, self.window]
+        self.library: Any
+        if kind == "nccl_rma":
+            self.library = Nccl()
+            transport._nccl = transport._communicator = self.library
+            transport._handles = {self.memories[0].data_ptr(): self.memories}
+        else:
+            self.library = transport._bindings = Nvshmem(self.memories, 0)
+            transport._mapped = frozenset(range(4 if kind == "nvshmem" else 2))
+        self.transport: OverNodes = transport
+
+
+@pytest.fixture
+def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_nodes, "STAGING_NBYTES", STAGING)
+
+
+KINDS = ["nccl_rma", "nvshmem", "nvshmem over a network"]
+
+
+def _random_copy(draw: random.Random, source_nbytes: int, start: int) -> Copy:
+    rows, width = draw.choice([(1, draw.randint(1, 150)), (draw.randint(2, 9), draw.randint(1, 20))])
+    src_pitch, dst_pitch = width + draw.choice([0, 0, 3]), width + draw.choice([0, 5])
+    if rows == 1:
+        src_pitch = dst_pitch = width
+    extent = (rows - 1) * src_pitch + width
+    return Copy(draw.randint(0, source_nbytes - extent), start, rows, width, src_pitch, dst_pitch)
+
+
+def _naive(copy: Copy, source: torch.Tensor, into: torch.Tensor) -> None:
+    for row in range(copy.rows):
+        at, to = copy.src_offset + row * copy.src_pitch, copy.dst_offset + row * copy.dst_pitch
+        into[to : to + copy.width] = source[at : at + copy.width]
+
+
+@pytest.mark.usefixtures("small_staging")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("peer", [1, 2, 3])
+def test_puts_from_anywhere_arrive_and_touch_nothing_else(kind: str, peer: int) -> None:
+    for seed in range(30):
+        draw = random.Random(seed)
+        case = Case(kind, 4096)
+        case.window.memory[:1024] = torch.randint(0, 255, (1024,), dtype=torch.uint8)
+        wanted = [memory.clone() for memory in case.memories]
+        moves, start = [], 1024
+        for _ in range(draw.randint(1, 8)):
+            outside = torch.randint(0, 255, (600,), dtype=torch.uint8)
+            source = draw.choice([outside, case.window.memory[:1024]])
+            copy = _random_copy(draw, source.numel(), start)
+            start = copy.dst.end + draw.choice([0, 0, 7])
+            moves.append((source, copy))
+            _naive(copy, source, wanted[peer][case.header :])
+        put = case.transport.prepare(case.window, peer, moves)
+        case.transport.put(put)
+        for rank, memory in enumerate(case.memories):
+            assert torch.equal(memory, wanted[rank]), f"seed {seed}, rank {rank}"
+        assert put.is_reusable
+        if kind == "nccl_rma":
+            assert max(case.library.grouped, default=0) <= 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("peer", [1, 2, 3])
+def test_a_counter_of_any_rank_is_raised_where_that_rank_waits_for_it(kind: str, peer: int) -> None:
+    case = Case(kind, 256)
+    for counter, value in ((READY, 1), (WRITTEN, 0xFFFFFFFF), (WRITTEN, (1 << 32) + 5)):
+        before = [memory.clone() for memory in case.memories]
+        case.transport.signal(case.window, peer, counter, value)
+        pitch = case.transport.word_nbytes
+        word = (counter * WORLD + 0) * pitch
+        before[peer][word : word + 4] = torch.tensor(list((value % (1 << 32)).to_bytes(4, "little")))
+        for rank, memory in enumerate(case.memories):
+            assert torch.equal(memory, before[rank])
+
+
+@pytest.mark.usefixtures("small_staging")
+def test_over_a_network_every_filling_is_there_before_the_next_and_the_signal() -> None:
+    case = Case("nvshmem over a network", 1024)
+    source = torch.arange(200, dtype=torch.uint8)
+    put = case.transport.prepare(case.window, 2, [(source, Copy(0, 0, 1, 200, 200, 200))])
+    case.transport.put(put)
+    case.transport.signal(case.window, 2, WRITTEN, 1)
+    assert case.library.calls == ["put_nbi", "quiet"] * 4 + ["signal"]
+    assert torch.equal(case.memories[2][case.header : case.header + 200], source)
+
+
+def test_what_lies_in_a_window_goes_from_there() -> None:
+    case = Case("nccl_rma", 1024)
+    put: Any = case.transport.prepare(case.window, 2, [(case.window.memory, Copy(8, 512, 1, 64, 64, 64))])
+    assert [(piece.at - case.header, piece.nbytes) for piece in put.pieces] == [(512, 64)]
+    assert put.fillings == ()
+
+
+def test_neighbours_in_the_staging_go_as_one_piece() -> None:
+    copies = [(256, 1000, Copy(0, 0, 1, 10, 10, 10)), (256, 9000, Copy(0, 10, 3, 4, 8, 4))]
+    ((batch, pieces),) = fillings(copies, 4096, 1 << 20)
+    assert [(piece.address, piece.at, piece.nbytes) for piece in pieces] == [(4096, 256, 22)]
+    assert len(batch.sizes) + len(batch.strided) == 2
+
+
+def test_each_lane_has_a_context_and_what_runs_in_none_has_another() -> None:
+    case = Case("nccl_rma", 256)
+    transport: Any = case.transport
+    transport._streams = {"rail": object(), "receipts": object()}
+    seen = []
+    for stream in (None, *transport._streams.values()):
+        transport._active = stream
+        case.library.contexts.clear()
+        transport.signal(case.window, 2, READY, 1)
+        seen.append(case.library.contexts.copy())
+    assert seen == [{0}, {1}, {2}]
+
+
+def test_puts_that_leave_their_source_or_window_are_refused() -> None:
+    case = Case("nccl_rma", 256)
+    for copy in (Copy(0, 200, 1, 57, 57, 57), Copy(0, 0, 1, 101, 101, 101)):
+        with pytest.raises(IndexError, match="leaves its source of 100 or its window of 256 bytes"):
+            case.transport.prepare(case.window, 2, [(torch.zeros(100, dtype=torch.uint8), copy)])
+
+
+@pytest.mark.parametrize("nodes", [0, 3, 5])
+def test_nodes_that_do_not_divide_the_ranks_are_refused(nodes: int) -> None:
+    transport: Any = NvshmemTransport.__new__(NvshmemTransport)
+    with pytest.raises(SpecError, match=f"nodes={nodes} does not divide 4 ranks"):
+        transport._span(nodes, 4)

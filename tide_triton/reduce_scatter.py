@@ -357,7 +357,8 @@ class Reducing:
         parts = 1 if isinstance(through, Ring) else count
         with transport.lane("reduce"):
             puts = self._reducer.puts(slots, self._cut, first, gradients)
-            with transport.lane("sum", joined=False):
+            # Joined here, so that sums come after the gradients they read and the memory they write.
+            with transport.lane("sum"):
                 sums = self._reducer.sums(slots, self._cut, first, gradients, self.outputs, self.reduction)
             for number, (slot, to_peers, add_up) in enumerate(zip(slots, puts, sums, strict=True)):
                 part = number % parts + 1
@@ -370,15 +371,17 @@ class Reducing:
                 for peer, put in zip(turn.peers, to_peers, strict=True):
                     transport.put(put)
                     turn.publish(peer, part)
-                sent = transport.mark()
                 with transport.lane("sum", joined=False):
-                    # The gradients were there before they were put, so the sum may read its own slices as well.
-                    transport.after(sent)
                     turn.await_part(part)
                     add_up(transport.stream)
                     if part == turn.parts:
                         turn.is_complete = True
-                        self._done = slot.vacate()
+                        slot.vacate()
+            sent = transport.mark()
+            with transport.lane("sum", joined=False):
+                # Gradients have been read once they are sent and added.
+                transport.after(sent)
+                self._done = transport.mark()
         self._next = upto
         whole = [index for index in gradients if self._cut.last[index] < upto]
         self.sent.update(whole)

@@ -19,7 +19,7 @@ Models = Annotated[
 ]
 Tokens = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Tokens of each rank. Repeatable.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="In place of bench/results/<machine>.")]
-Transport = Annotated[str, typer.Option(help="TIDE's transport: auto, nccl, symm or host.")]
+Transport = Annotated[str, typer.Option(help="TIDE's transport: auto, nccl, symm, nccl_rma, nvshmem or host.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model, in place of what fits in memory.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")]
 Variants = Annotated[str, typer.Option(help=f"What to train, comma-separated: {ALL_VARIANTS}.")]
@@ -35,6 +35,7 @@ def _run(
     layers: int | None = None,
     steps: int = 8,
     variants: str = VARIANTS,
+    nodes: int = 1,
     budget_s: float = 590.0,
 ) -> None:
     from bench import cases, results
@@ -47,7 +48,7 @@ def _run(
     chosen = _chosen(variants)
     from bench import runner
 
-    options = runner.Options(tuple(models or ()), transport, tuple(tokens or ()), layers, steps, chosen)
+    options = runner.Options(tuple(models or ()), transport, tuple(tokens or ()), layers, steps, chosen, nodes)
     folder = out or Path(__file__).parent / "results" / results.machine()
     if not runner.run(benchmarks, folder, options, budget_s=budget_s):
         raise typer.Exit(1)
@@ -69,9 +70,16 @@ def kernels(out: Out = None) -> None:
 
 
 @app.command("all_gather")
-def all_gather(model: Models = None, out: Out = None, transport: Transport = "auto") -> None:
+def all_gather(
+    model: Models = None,
+    out: Out = None,
+    transport: Transport = "auto",
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Time it between so many logical nodes instead, by nccl_rma and nvshmem.")
+    ] = 1,
+) -> None:
     """All-gather of a block: stock, symm and TIDE against the link's limit."""
-    _run(("all_gather",), out, model, transport)
+    _run(("nodes",) if nodes > 1 else ("all_gather",), out, model, transport, nodes=nodes)
 
 
 @app.command("reduce_scatter")

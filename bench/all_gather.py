@@ -3,10 +3,15 @@
 A row: model, bytes (of the unsharded group), stock_ms, symm_ms, tide_ms, limit_ms (each with _p20_ms, _p80_ms and
 _host_us), sm_kernels (what TIDE ran on SMs in one gather: {kernel: launches}), stock_sm_kernels, symm_sm_kernels,
 *_sm_ms (SM-ms), symm_on_copy_engines (no NCCL kernel in symm's trace), exact (bitwise, on every rank).
+
+`run_nodes` times it between logical nodes of one host, by each library that puts between nodes, beside the flat one by
+copy engine. A row: model, nodes, transport, bytes, ms, flat_ms, over_flat host_us, flat_host_us,
+p20_ms, p80_ms, exact. All transports of a model are timed in turns.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +23,14 @@ from bench.cases import Case
 from bench.ranks import TIMEOUT_S, Here
 from bench.results import Row, attempt
 from bench.timing import Timer
+from tide_triton import Collectives
+from tide_triton.layouts import Topology
 from tide_triton.transports.select import TransportName
 
 #: Repetitions in a trace.
 _TRACED = 5
+#: What puts between nodes.
+BETWEEN_NODES: tuple[TransportName, ...] = ("nccl_rma", "nvshmem")
 
 
 def run(here: Here, timer: Timer, cases: list[Case], transport: TransportName) -> Iterator[Row]:
@@ -77,6 +86,50 @@ def _case(here: Here, timer: Timer, case: Case, zero: ZeroCta, transport: Transp
     row["tide_over_limit"] = row["tide_ms"] / row["limit_ms"]
     row["stock_over_limit"] = row["stock_ms"] / row["limit_ms"]
     return row
+
+
+def run_nodes(here: Here, timer: Timer, cases: list[Case], transport: TransportName, nodes: int) -> Iterator[Row]:
+    """One row per case and transport between `nodes` logical nodes.
+
+    transport: one of `BETWEEN_NODES`, or "auto" for each of them; without GPUs the host's is timed.
+    """
+    names = BETWEEN_NODES if transport == "auto" else (transport,)
+    for case in cases:
+        yield from _nodes_case(here, timer, case, names if here.is_cuda else ("host",), nodes)
+        here.release()
+
+
+def _nodes_case(here: Here, timer: Timer, case: Case, names: Sequence[TransportName], nodes: int) -> Iterator[Row]:
+    shards = inputs.shards(here, case.spec)
+    rows = {name: {"model": case.name, "nodes": nodes, "transport": name, "bytes": case.nbytes} for name in names}
+    functions: dict[str, Callable[[], object]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: TransportName, topology: Topology | None) -> Row:
+            assert dist.group.WORLD is not None
+            options: dict[str, Any] = {"transport": name, "device": here.device, "timeout_s": TIMEOUT_S}
+            tide = stack.enter_context(Collectives(dist.group.WORLD, case.spec, topology=topology, **options))
+            gather = functools.partial(tide.all_gather, shards)
+            exact = _is_exact(here, case, gather, None)
+            if not exact:
+                raise ArithmeticError(f"not timed: {name} gathers other bits")
+            functions["flat" if topology is None else name] = gather
+            return {"exact": exact}
+
+        flat = attempt(here, {"model": case.name, "transport": "flat"}, lambda: opened("auto", None))
+        topology = Topology(nodes, max(1, here.world_size // nodes))
+        for name in names:
+            rows[name] = attempt(here, rows[name], functools.partial(opened, name, topology))
+            if "error" in flat:
+                rows[name]["error"] = f"flat: {flat['error']}"
+        timings = timer.measure(functions) if "flat" in functions else {}
+        for name, row in rows.items():
+            if "error" in row:
+                continue
+            own, beside = timings[name], timings["flat"]
+            row |= {"ms": own.ms, "p20_ms": own.p20_ms, "p80_ms": own.p80_ms, "host_us": own.host_us}
+            row |= {"flat_ms": beside.ms, "flat_host_us": beside.host_us, "over_flat": own.ms / beside.ms}
+    yield from rows.values()
 
 
 def _is_exact(

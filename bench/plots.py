@@ -75,6 +75,17 @@ def _all_gather(axes: Any, rows: Sequence[Row]) -> None:
     _collective(axes, rows, "all-gather")
 
 
+def _nodes(axes: Any, rows: Sequence[Row]) -> None:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    names = list(dict.fromkeys(row["transport"] for row in rows))
+    for axis, field, title, unit in (
+        (axes[0], "over_flat", "all-gather between logical nodes: time / flat", "x flat"),
+        (axes[1], "host_us", "the same: time of the host", "us"),
+    ):
+        found = {(row["model"], row["transport"]): row.get(field) for row in rows}
+        _bars(axis, models, {name: [found.get((m, name)) for m in models] for name in names}, title, unit)
+
+
 def _reduce_scatter(axes: Any, rows: Sequence[Row]) -> None:
     _collective(axes, rows, "reduce-scatter")
 
@@ -131,6 +142,7 @@ def _kernels(axes: Any, rows: Sequence[Row]) -> None:
 _DRAWINGS: dict[str, Callable[[Any, Sequence[Row]], None]] = {
     "kernels": _kernels,
     "all_gather": _all_gather,
+    "nodes": _nodes,
     "reduce_scatter": _reduce_scatter,
     "interference": _interference,
     "step": _step,

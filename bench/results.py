@@ -19,6 +19,7 @@ Row = dict[str, Any]
 KEYS: Mapping[str, tuple[str, ...]] = {
     "kernels": ("kernel", "world", "ctas"),
     "all_gather": ("model",),
+    "nodes": ("model", "nodes", "transport"),
     "reduce_scatter": ("model",),
     "interference": ("gemm", "beside"),
     "step": ("model", "layers", "tokens"),
@@ -32,6 +33,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("model", "tide_over_limit", "stock_over_limit", "limit_ms", "tide_ms", "symm_ms", "stock_ms"),
         *("tide_host_us", "stock_host_us", "symm_on_copy_engines", "exact"),
     ),
+    "nodes": ("model", "nodes", "transport", "over_flat", "ms", "flat_ms", "host_us", "flat_host_us", "exact"),
     "reduce_scatter": (
         *("model", "tide_over_limit", "stock_over_tide", "stock_over_tide_sm", "limit_ms", "tide_ms", "symm_ms"),
         *("stock_ms", "tide_sm_ms", "stock_sm_ms", "tide_host_us", "stock_host_us", "exact"),

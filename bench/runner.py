@@ -12,14 +12,22 @@ from tide_triton.models import LLAMA_3_1_70B, block_spec
 from tide_triton.transports.select import TransportName
 
 #: Seconds after which a benchmark is ended.
-LIMITS_S = {"kernels": 120, "all_gather": 150, "reduce_scatter": 150, "interference": 120, "step": 420, "memory": 420}
+LIMITS_S = {
+    "kernels": 120,
+    "all_gather": 150,
+    "nodes": 150,
+    "reduce_scatter": 150,
+    "interference": 120,
+    "step": 420,
+    "memory": 420,
+}
 
 BENCHMARKS = tuple(LIMITS_S)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: names of models and tokens (all where empty), and for steps also how."""
+    """What to measure: names of models and tokens (all where empty), and for steps also how; between how many nodes."""
 
     models: tuple[str, ...] = ()
     transport: TransportName = "auto"
@@ -27,6 +35,7 @@ class Options:
     layers: int | None = None
     steps: int = 8
     variants: tuple[str, ...] = field(default=step.VARIANTS)
+    nodes: int = 1
 
 
 def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Row]:
@@ -54,6 +63,9 @@ def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Ro
     timer = Timer(here)
     if benchmark == "kernels":
         yield from kernels.run(here, timer, elements=kernels.ELEMENTS if here.is_cuda else 1 << 14)
+    elif benchmark == "nodes":
+        group_cases = cases.group_cases(options.models, here.world_size)
+        yield from all_gather.run_nodes(here, timer, group_cases, options.transport, options.nodes)
     elif benchmark in ("all_gather", "reduce_scatter"):
         run_cases = all_gather.run if benchmark == "all_gather" else reduce_scatter.run
         yield from run_cases(here, timer, cases.group_cases(options.models, here.world_size), options.transport)

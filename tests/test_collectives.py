@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.ranks import RankPools, fresh_ranks
 from tide_triton import Collectives
 from tide_triton.errors import AbortedError, MismatchError, PeerLostError
-from tide_triton.layouts import GroupSpec, SpecError, TensorSpec, shard
+from tide_triton.layouts import GroupSpec, SpecError, TensorSpec, Topology, shard
 from tide_triton.views import DTYPES
 
 
@@ -41,11 +41,18 @@ def part(tensor: TensorSpec, world: int, rank: int, of: torch.Tensor) -> torch.T
     return of.new_empty(shard(tensor, world, rank).shape)
 
 
-def gather_and_reduce(rank: int, world: int, seed: int, device: str = "cpu", transport: Any = "auto") -> str:
-    """Both collectives against torch.chunk, cat and a sum in rank order, bit for bit, twice through the same slot."""
+def gather_and_reduce(
+    rank: int, world: int, seed: int, device: str = "cpu", transport: Any = "auto", topology: Topology | None = None
+) -> str:
+    """Both collectives against torch.chunk, cat and a sum in rank order, bit for bit, twice through the same slot.
+
+    topology: nodes of one rank each, which add in rank order too, or None.
+    """
     spec = random_spec(world, seed)
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    with Collectives(dist.group.WORLD, spec, transport=transport, device=on, timeout_s=30) as collectives:
+    with Collectives(
+        dist.group.WORLD, spec, transport=transport, device=on, timeout_s=30, topology=topology
+    ) as collectives:
         for turn in range(2):
             sources = [whole(t, 100 * seed + 10 * turn + i).to(on) for i, t in enumerate(spec.tensors)]
             shards = [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]

@@ -87,7 +87,8 @@ class Collectives:
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
         parts += [("topology", repr(topology)), ("wire_dtype", repr(wire_dtype))]
         meeting.require_equal(f"{spec.digest} {topology} {wire_dtype}", parts, "opening Collectives")
-        chosen, _ = select.make(transport, device, group, meeting, timeout_s)
+        nodes = 1 if topology is None else topology.nodes
+        chosen, _ = select.make(transport, device, group, meeting, timeout_s, nodes)
         self._pool = SlotPool(chosen)
         self._nodes: ManyNodes | None = None
         self._gather: AllGather

@@ -45,3 +45,13 @@ def test_a_benchmark_runs_on_ranks_of_its_own_and_keeps_exact_rows(tmp_path: Pat
     assert row["model"] == "tiny-wan"
     assert all(row[field] > 0 for field in ("bytes", "stock_ms", "tide_ms", "limit_ms"))
     assert (tmp_path / "reduce_scatter.png").stat().st_size > 10_000
+
+
+def test_an_all_gather_between_nodes_is_kept_by_itself_with_the_flat_one_beside_it(tmp_path: Path) -> None:
+    options = ["all_gather", "--nodes", "2", "--model", "tiny-wan", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    (row,) = results.read(tmp_path / "nodes.json")["rows"]
+    assert (row["model"], row["nodes"], row["transport"], row["exact"]) == ("tiny-wan", 2, "host", True)
+    assert all(row[field] > 0 for field in ("bytes", "ms", "flat_ms", "over_flat", "host_us"))
+    assert not (tmp_path / "all_gather.json").exists()

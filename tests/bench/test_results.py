@@ -23,6 +23,11 @@ COLLECTIVE = [
 ROWS: dict[str, list[dict[str, Any]]] = {
     "all_gather": COLLECTIVE,
     "reduce_scatter": COLLECTIVE,
+    "nodes": [
+        {"model": m, "nodes": 2, "transport": t, "ms": ms, "flat_ms": 2.3, "over_flat": ms / 2.3, "host_us": 900.0}
+        for m in ("llama", "wan")
+        for t, ms in (("nccl_rma", 2.6), ("nvshmem", 2.5))
+    ],
     "interference": [
         {"gemm": "1x2x3", "beside": name, "alone_us": 100.0, "slowdown": s, "slowdown_median": s, "samples": 9}
         for name, s in (("nothing", 1.0), ("nccl", 1.9), ("tide", 1.1))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tide_triton
 from tests.test_collectives import part, random_spec, whole
 from tide_triton import Collectives
-from tide_triton.layouts import GroupSpec, TensorSpec
+from tide_triton.layouts import GroupSpec, TensorSpec, Topology
 from tide_triton.views import DTYPES
 
 
@@ -146,14 +146,20 @@ def parity(rank: int, world: int, transport: str, setting: str) -> tuple[bool, b
     return repeats, same, fallbacks, report.gather.layout_copy_bytes + report.reduce.layout_copy_bytes
 
 
-def interleave_slowly(rank: int, world: int, transport: Any, seed: int) -> str:
-    """Random gathers and reductions of several groups, readers that are late, and slots refilled with NaN."""
+def interleave_slowly(
+    rank: int, world: int, transport: Any, seed: int, topology: Topology | None = None, steps: int = 60
+) -> str:
+    """Random gathers and reductions of several groups, readers that are late, and slots refilled with NaN.
+
+    topology: nodes of one rank each, which add in rank order too, or None.
+    """
     device = torch.device("cuda", rank)
     order, delay = random.Random(seed), random.Random(seed * 31 + rank)
     specs = [random_spec(world, seed + index) for index in range(3)]
-    groups = [Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=30) for spec in specs]
+    options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": 30, "topology": topology}
+    groups = [Collectives(dist.group.WORLD, spec, **options) for spec in specs]
     wrong = ""
-    for step in range(60):
+    for step in range(steps):
         index = order.randrange(3)
         spec, collectives = specs[index], groups[index]
         if delay.random() < 0.4:
@@ -186,12 +192,15 @@ def interleave_slowly(rank: int, world: int, transport: Any, seed: int) -> str:
     return wrong
 
 
-def engines_of_a_gather(rank: int, world: int, transport: Any) -> tuple[list[str], int]:
+def engines_of_a_gather(
+    rank: int, world: int, transport: Any, topology: Topology | None = None
+) -> tuple[list[str], int]:
     """Names of the kernels that run during all-gathers, and how many peer copies do."""
     device = torch.device("cuda", rank)
     spec = GroupSpec(world, tuple(TensorSpec(f"w{i}", (4096, 1024), "bfloat16") for i in range(6)))
     shards = [torch.randn(4096 // world, 1024, device=device) for _ in spec.tensors]
-    with Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=30) as collectives:
+    options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": 30, "topology": topology}
+    with Collectives(dist.group.WORLD, spec, **options) as collectives:
         for _ in range(3):
             collectives.all_gather(shards)
         torch.cuda.synchronize()
@@ -207,11 +216,12 @@ def engines_of_a_gather(rank: int, world: int, transport: Any) -> tuple[list[str
     return kernels, len(copies)
 
 
-def stop(rank: int, world: int, transport: Any, timeout_s: float) -> float:
+def stop(rank: int, world: int, transport: Any, timeout_s: float, topology: Topology | None = None) -> float:
     """Rank 1 stops taking part; the others are told, and their streams go on."""
     device = torch.device("cuda", rank)
     spec = GroupSpec(world, (TensorSpec("w", (1024, 64), "bfloat16"),))
-    collectives = Collectives(dist.group.WORLD, spec, transport=transport, device=device, timeout_s=timeout_s)
+    options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": timeout_s, "topology": topology}
+    collectives = Collectives(dist.group.WORLD, spec, **options)
     shard = torch.ones(1024 // world, 64, device=device)
     collectives.all_gather([shard])
     torch.cuda.synchronize()

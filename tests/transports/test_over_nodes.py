@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.simulated_transport import SimulatedTransport
+from tests.test_many_nodes_streams import TOPOLOGIES, _Script, on_streams
 from tide_triton.copy_engine import Batch
-from tide_triton.layouts import Copy, SpecError
-from tide_triton.transports import READY, WRITTEN, over_nodes
+from tide_triton.layouts import Copy, SpecError, Topology
+from tide_triton.transports import READY, WRITTEN, Mark, over_nodes
 from tide_triton.transports.base import COUNTERS
 from tide_triton.transports.device import DeviceWindow, SymmetricMemory
 from tide_triton.transports.nccl_rma import NcclRmaTransport
@@ -94,6 +97,10 @@ class Nvshmem:
         ctypes.memmove(self._at(address, peer), value.to_bytes(8, "little"), 8)
 
 
+def _nothing() -> None:
+    """What windows wait for before they close."""
+
+
 class Case:
     """Rank 0 of two nodes of two ranks, with a window of `nbytes` bytes on each rank."""
 
@@ -113,10 +120,11 @@ class Case:
         transport._current = lambda: SimpleNamespace(cuda_stream=7)
         transport._turn = lambda stream: nullcontext()
         addresses = tuple(m.data_ptr() if rank < 2 else 0 for rank, m in enumerate(self.memories))
-        self.window = DeviceWindow(nbytes, 0, SymmetricMemory(self.memories[0], addresses, None), word)
+        own = SymmetricMemory(self.memories[0], addresses, None)
+        self.window = DeviceWindow(nbytes, 0, own, word, _nothing)
         staging = torch.zeros(header + transport.reserved_nbytes + STAGING, dtype=torch.uint8)
         transport._staging = DeviceWindow(
-            staging.numel() - header, 0, SymmetricMemory(staging, (staging.data_ptr(), 0, 0, 0), None), word
+            staging.numel() - header, 0, SymmetricMemory(staging, (staging.data_ptr(), 0, 0, 0), None), word, _nothing
         )
         transport._windows = [transport._staging, self.window]
         self.library: Any
@@ -243,3 +251,28 @@ def test_nodes_that_do_not_divide_the_ranks_are_refused(nodes: int) -> None:
     transport: Any = NvshmemTransport.__new__(NvshmemTransport)
     with pytest.raises(SpecError, match=f"nodes={nodes} does not divide 4 ranks"):
         transport._span(nodes, 4)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_puts_to_other_nodes_that_follow_each_other_across_lanes_never_wait_for_themselves(topology: Topology) -> None:
+    """As NCCL has it: whatever one communicator was given comes after all that it was given before."""
+    latest: dict[int, Mark | None] = {}
+
+    def in_turn(name: str) -> Any:
+        at_once = getattr(SimulatedTransport, name)
+
+        def call(self: SimulatedTransport, *arguments: Any) -> None:
+            peer = arguments[0].peer if name == "put" else arguments[1]
+            if topology.node(peer) == topology.node(self.rank):
+                at_once(self, *arguments)
+                return
+            self.after(latest.get(self.rank))
+            at_once(self, *arguments)
+            latest[self.rank] = self.mark()
+
+        return mock.patch.object(SimulatedTransport, name, call)
+
+    with on_streams(), in_turn("put"), in_turn("signal"):
+        for seed in range(4):
+            latest.clear()
+            assert not _Script(topology, seed, in_order=False).wrong

@@ -15,7 +15,7 @@ rank's memory: no SM takes part.
 """
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +49,18 @@ class SymmetricMemory:
 class DeviceWindow:
     """A window in symmetric memory. Built by `DeviceTransport.allocate`."""
 
-    def __init__(self, nbytes: int, rank: int, memory: SymmetricMemory) -> None:
+    def __init__(
+        self, nbytes: int, rank: int, memory: SymmetricMemory, word_nbytes: int, drain: Callable[[], None]
+    ) -> None:
         self.nbytes = nbytes
-        self.header = header_nbytes(len(memory.addresses))
+        self.header = header_nbytes(len(memory.addresses), word_nbytes)
         self.addresses = memory.addresses
         self.memory = memory.own[self.header : self.header + nbytes]
         #: The highest value that any counter of this window was told to wait for.
         self.latest = 0
         self._rank = rank
+        self._word_nbytes = word_nbytes
+        self._drain = drain
         self._keep: SymmetricMemory | None = memory
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -66,7 +70,7 @@ class DeviceWindow:
             raise IndexError(f"{numel} x {dtype} at byte {offset} lie outside a window of {self.nbytes} bytes")
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.memory.device)
-        raw = _Raw(self.addresses[self._rank] + self.header + offset, numel * dtype.itemsize, self._keep)
+        raw = Raw(self.addresses[self._rank] + self.header + offset, numel * dtype.itemsize, self._keep)
         return torch.as_tensor(raw, device=self.memory.device).view(dtype)
 
     def word(self, at: int, of: int, counter: int) -> int:
@@ -74,18 +78,27 @@ class DeviceWindow:
         world = len(self.addresses)
         if not (0 <= counter < COUNTERS and 0 <= of < world):
             raise IndexError(f"counter {counter} of rank {of} is not one of {COUNTERS} x {world}")
-        return self.addresses[at] + (counter * world + of) * 4
+        return self.addresses[at] + (counter * world + of) * self._word_nbytes
+
+    def check(self, moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+        """Raise IndexError where a copy leaves its source or this window."""
+        for source, copy in moves:
+            if copy.dst.end > self.nbytes or copy.src.end > source.nbytes:
+                raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {self.nbytes} bytes")
 
     @property
     def is_open(self) -> bool:
         return self._keep is not None
 
     def close(self) -> None:
+        if self._keep is not None:
+            # Kernels and copies that were enqueued may still use this memory, and nothing else keeps it for them.
+            self._drain()
         self._keep = None
         self.memory = self.memory[:0].clone()
 
 
-class _Raw:
+class Raw:
     """Device memory that torch may look at without owning it; `keep` lives as long as the tensor over it."""
 
     def __init__(self, address: int, nbytes: int, keep: object) -> None:
@@ -115,6 +128,8 @@ class DeviceTransport(abc.ABC):
     name: str
     #: Small enough that a cast before it or a sum after it hardly shows, large enough to be worth its overhead.
     piece_nbytes: int | None = 16 << 20
+    #: Bytes from one counter to the next; the first four count.
+    word_nbytes = 4
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, device: torch.device) -> None:
         self.device = device
@@ -137,53 +152,59 @@ class DeviceTransport(abc.ABC):
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         """`nbytes` bytes of symmetric memory; every rank calls this with the same size."""
 
+    def _taken(self, nbytes: int) -> int:
+        """Bytes of device memory that `_symmetric(nbytes)` takes at most."""
+        return nbytes
+
     def allocate(self, nbytes: int, digest: str, what: str) -> DeviceWindow:
         self._check_usable()
         serial, self._serial = self._serial, self._serial + 1
-        total = header_nbytes(self.world_size) + nbytes
+        header = header_nbytes(self.world_size, self.word_nbytes)
+        total = header + nbytes
+        taken = self._taken(total)
         # Whether there is room is settled first: inside the allocation, one rank's failure would hang the others.
         torch.cuda.synchronize(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if free < total:
+        if free < taken:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-        self._peers.announce(serial, Announcement(0 if free >= total else -1, nbytes, signed(digest)))
+        self._peers.announce(serial, Announcement(0 if free >= taken else -1, nbytes, signed(digest)))
         others = [self._peers.announcement(peer, serial, f"allocating {what}") for peer in range(self.world_size)]
         self._peers.mapped(serial, f"allocating {what}")
         self._peers.require_same(others, nbytes, digest, what)
         for peer, a in enumerate(others):
             if a.fd < 0:
                 raise SharedMemoryError(
-                    f"rank {self.global_ranks[peer]} has no device memory for {what}: {total} bytes wanted"
+                    f"rank {self.global_ranks[peer]} has no device memory for {what}: {taken} bytes wanted"
                     + (f", {free} bytes free; hold less at once (fewer slots)" if peer == self.rank else "")
                 )
         memory = self._symmetric(total)
-        memory.own[: header_nbytes(self.world_size)].zero_()
+        memory.own[:header].zero_()
         torch.cuda.synchronize(self.device)
         serial, self._serial = self._serial, self._serial + 1
         self._peers.announce(serial, Announcement(0, nbytes, 0))
         # Nobody may signal before everyone's counters are zero.
         self._peers.mapped(serial, f"allocating {what}")
-        window = DeviceWindow(nbytes, self.rank, memory)
+        window = DeviceWindow(nbytes, self.rank, memory, self.word_nbytes, self._drain)
         self._windows = [*(known for known in self._windows if known.is_open), window]
         return window
 
-    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Batch:
+    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
         own = _own(window)
+        own.check(moves)
         destination = own.addresses[peer] + own.header
-        addressed = []
-        for source, copy in moves:
-            if copy.dst.end > own.nbytes or copy.src.end > source.nbytes:
-                raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {own.nbytes} bytes")
-            addressed.append((destination, source.data_ptr(), copy))
-        return batch(addressed)
+        return batch([(destination, source.data_ptr(), copy) for source, copy in moves])
 
     def put(self, put: Put) -> None:
         assert isinstance(put, Batch)
         self._engine.copy(put, self._current().cuda_stream)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
-        self._engine.write(_own(window).word(peer, self.rank, counter), value % _WORD, self._current().cuda_stream)
+        self._raise(_own(window), peer, counter, value % _WORD)
+
+    def _raise(self, window: DeviceWindow, peer: int, counter: int, value: int) -> None:
+        """Set `peer`'s `counter` of this rank to the 32-bit `value`, in the order that is current."""
+        self._engine.write(window.word(peer, self.rank, counter), value, self._current().cuda_stream)
 
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         self._check_usable()
@@ -260,11 +281,15 @@ class DeviceTransport(abc.ABC):
 
     def close(self) -> None:
         self._watchdog.stop()
-        if self._failure is None and self._streams:
-            torch.cuda.synchronize(self.device)
+        self._drain()
         self._windows.clear()
         self._streams.clear()
         self._peers.close()
+
+    def _drain(self) -> None:
+        """Until nothing of this rank is under way, unless what is may never end."""
+        if self._failure is None:
+            torch.cuda.synchronize(self.device)
 
     def _current(self) -> torch.cuda.Stream:
         """The stream of the lane we are in, or the caller's."""
@@ -305,6 +330,6 @@ def _own(window: Window) -> DeviceWindow:
     return window
 
 
-def header_nbytes(world_size: int) -> int:
+def header_nbytes(world_size: int, word_nbytes: int = DeviceTransport.word_nbytes) -> int:
     """Bytes of a window's counters, in front of its data."""
-    return align(world_size * COUNTERS * 4)
+    return align(world_size * COUNTERS * word_nbytes)

@@ -41,33 +41,39 @@ class NcclTransport(DeviceTransport):
         import nccl.core as nccl
 
         self._nccl: Any = nccl
-        # torch makes a communicator at the first collective, and a window must not be the first.
-        dist.barrier(group=group, device_ids=[device.index])
-        backend: Any = group._get_backend(device)
-        self._communicator = nccl.Communicator(backend._comm_ptr())
+        self._communicator = self._communicate(group, rendezvous)
+
+    def _communicate(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> Any:
+        """The communicator in which windows are registered: torch's own."""
+        # torch makes one at the first collective, and a window must not be the first.
+        dist.barrier(group=group, device_ids=[self.device.index])
+        backend: Any = group._get_backend(self.device)
+        return self._nccl.Communicator(backend._comm_ptr())
 
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         own = self._nccl.torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         window = self._communicator.register_window(own, self._nccl.WindowFlag.COLL_SYMMETRIC)
         if not window.handle:
             raise TideError(f"NCCL registered no window of {nbytes} bytes on {self.device}: windows are not supported")
-        addresses = []
-        for peer in range(self.world_size):
-            address = window.get_peer_device_pointer(peer, 0)
-            if not address:
-                raise TideError(
-                    f"NCCL gives no pointer to rank {self.global_ranks[peer]}'s window: it is not on this machine"
-                )
-            addresses.append(int(address))
+        addresses = tuple(self._address(window, peer) for peer in range(self.world_size))
         # A window keeps nothing alive, and must be closed before its memory goes.
-        return SymmetricMemory(own, tuple(addresses), _Registered(window, own))
+        return SymmetricMemory(own, addresses, Registered(window, own))
+
+    def _address(self, window: Any, peer: int) -> int:
+        """Where `peer`'s twin of `window` is mapped here."""
+        address = window.get_peer_device_pointer(peer, 0)
+        if not address:
+            raise TideError(
+                f"NCCL gives no pointer to rank {self.global_ranks[peer]}'s window: it is not on this machine"
+            )
+        return int(address)
 
 
-class _Registered:
+class Registered:
     """A window and its memory, given back in that order."""
 
     def __init__(self, window: Any, own: torch.Tensor) -> None:
-        self._window, self._own = window, own
+        self.window, self._own = window, own
 
     def __del__(self) -> None:
-        self._window.close()
+        self.window.close()

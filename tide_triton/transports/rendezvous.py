@@ -50,7 +50,32 @@ class Rendezvous:
                 f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks "
                 f"{missing}; every rank must make this call, or raise timeout_s"
             ) from error
-        return [self._store.get(key).decode() for key in keys]
+        messages = [self._store.get(key).decode() for key in keys]
+        # Whoever is here has read the messages before: this rank's can go, or the store grows with every call.
+        for key in self._said[:-1]:
+            self._store.delete_key(key)
+        del self._said[:-1]
+        return messages
+
+    def unanimous(self, wish: bool, within_s: float) -> bool:
+        """Whether every rank wishes the same within `within_s` seconds: true on all of them, or false on all of them.
+
+        Returns at once where this rank does not wish it; never raises for ranks that do not come.
+        """
+        prefix = f"tide/{self._generation}/{self._round}"
+        self._round += 1
+        verdict = f"{prefix}/verdict"
+        # The first verdict stands, whoever gives it.
+        if not wish:
+            self._store.compare_set(verdict, "", "no")
+        elif self._store.add(f"{prefix}/wishes", 1) == self.world_size:
+            self._store.compare_set(verdict, "", "yes")
+        else:
+            try:
+                self._store.wait([verdict], timedelta(seconds=within_s))
+            except (RuntimeError, dist.DistStoreError):
+                self._store.compare_set(verdict, "", "no")
+        return bool(self._store.get(verdict) == b"yes")
 
     def _withdraw(self) -> None:
         """As if this rendezvous had not been: the next one starts where the ranks that did not come will."""

@@ -9,7 +9,7 @@ from tide_triton.transports.base import Transport
 from tide_triton.transports.host import HostTransport
 from tide_triton.transports.rendezvous import Rendezvous
 
-TransportName = Literal["auto", "host", "nccl", "symm"]
+TransportName = Literal["auto", "host", "nccl", "symm", "nccl_rma", "nvshmem"]
 NAMES: Final[tuple[str, ...]] = get_args(TransportName)
 
 
@@ -17,7 +17,8 @@ def check(transport: str, device: torch.device) -> None:
     """Raise ValueError, with the way out, unless `transport` can move tensors of `device`."""
     if transport not in NAMES:
         raise ValueError(f"transport must be one of {', '.join(map(repr, NAMES))}, got {transport!r}")
-    fitting = {"cpu": ("auto", "host"), "cuda": ("auto", "nccl", "symm")}.get(device.type)
+    on_gpus = ("auto", "nccl", "symm", "nccl_rma", "nvshmem")
+    fitting = {"cpu": ("auto", "host"), "cuda": on_gpus}.get(device.type)
     if fitting is None:
         raise ValueError(f"there is no transport for tensors on {device}; keep the stock collectives there")
     if transport not in fitting:
@@ -27,24 +28,44 @@ def check(transport: str, device: torch.device) -> None:
 
 
 def make(
-    transport: str, device: torch.device, group: dist.ProcessGroup, meeting: Rendezvous, timeout_s: float
+    transport: str,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    meeting: Rendezvous,
+    timeout_s: float,
+    nodes: int = 1,
 ) -> tuple[Transport, str]:
     """The transport between the ranks of `group` for tensors of `device`, and why it was picked.
+
+    nodes: on how many nodes the ranks are, equally many on each, in rank order: "nccl_rma" and "nvshmem" put to those
+    of other nodes as over a network, also where they could reach their memory.
 
     Raises what the transport raises where it cannot be had, on every rank.
     """
     check(transport, device)
     if device.type == "cpu":
         return HostTransport(meeting, timeout_s), "tensors are on the CPU"
-    from tide_triton.transports import nccl, symm
+    from tide_triton.transports import nccl, nccl_rma, nvshmem, nvshmem_runtime, symm
 
     if transport == "symm":
         return symm.SymmTransport(group, meeting, timeout_s, device), "asked for"
+    if transport == "nvshmem":
+        reasons = _reasons(meeting, nvshmem_runtime.why_not())
+        if reasons:
+            raise ValueError(f"transport='nvshmem' cannot be had: {reasons[0]}; pass transport='nccl_rma' or 'auto'")
+        return nvshmem.NvshmemTransport(meeting, timeout_s, device, nodes), "asked for"
     # One rank without NCCL's windows is enough to do without.
-    reasons = [text for text in meeting.exchange(nccl.why_not(group, device) or "", "choosing a transport") if text]
+    reasons = _reasons(meeting, nccl.why_not(group, device))
+    if transport == "nccl_rma" and not reasons:
+        return nccl_rma.NcclRmaTransport(group, meeting, timeout_s, device, nodes), "asked for"
     if not reasons:
         why = "asked for" if transport == "nccl" else "NCCL has windows"
         return nccl.NcclTransport(group, meeting, timeout_s, device), why
-    if transport == "nccl":
-        raise ValueError(f"transport='nccl' cannot be had: {reasons[0]}; pass transport='symm' or 'auto'")
+    if transport in ("nccl", "nccl_rma"):
+        raise ValueError(f"transport={transport!r} cannot be had: {reasons[0]}; pass transport='symm' or 'auto'")
     return symm.SymmTransport(group, meeting, timeout_s, device), f"not nccl: {reasons[0]}"
+
+
+def _reasons(meeting: Rendezvous, reason: str | None) -> list[str]:
+    """Every rank's reason why not."""
+    return [text for text in meeting.exchange(reason or "", "choosing a transport") if text]

@@ -1,0 +1,151 @@
+"""NCCL's one-sided transfers between nodes: `put_signal` into windows, on a communicator of the transport's own.
+
+The own node is reached as by `nccl`. For ranks of other nodes:
+
+    data      put_signal from where it lies in a window, or from the staging (`over_nodes`)
+    counters  the value is written to a word of the staging by the stream, and those four bytes are put like data
+    waits     on the word in this rank's window, by its stream, as everywhere: no NCCL signal is ever waited for
+
+**Why a counter never overtakes data.** NCCL executes operations to one peer in one context in order, "both data
+delivery and signal updates on the remote peer follow the program order" (user guide, one-sided communication), so the
+word lands after whatever the same lane has put before. Within a machine it is also what happens: each put is a copy
+enqueued on the lane's stream; over a network the stream goes on only once the network has confirmed a put. Each lane
+has a context of its own, so that this order is the lane's. (Contexts and signal indices other than 0: NCCL >= 2.31.)
+
+**Why not `wait_signal`.** It counts signals, and a counter here is a value that several puts or none have raised; the
+watchdog cannot let go a stream that waits for NCCL's own word; and NCCL lets all operations of one communicator follow
+each other, across streams, so a wait in one lane would hold up every put of the others.
+
+That last also binds puts: one that stands behind a credit holds up later puts of other lanes. Since all of it is in the
+order of the program, in which the host transport runs everything, nothing waits for itself; it costs overlap only. For
+the same reason the communicator is not torch's: its collectives would be in that order too.
+
+Every put ends in a signal of NCCL's, since there is no put without one. They are counted up and never read.
+
+The communicator is made for the first transport of a process group and kept as long as that, since destroying one
+needs all ranks at once. No SM takes part.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, get_args
+
+import torch
+import torch.distributed as dist
+
+from tide_triton.errors import TideError
+from tide_triton.transports.base import Lane
+from tide_triton.transports.device import DeviceWindow, SymmetricMemory
+from tide_triton.transports.nccl import NcclTransport, Registered
+from tide_triton.transports.over_nodes import OverNodes, Piece
+from tide_triton.transports.rendezvous import Rendezvous
+
+#: One context a lane, and one for whatever runs in none.
+CONTEXTS: Final = 1 + len(get_args(Lane))
+#: Bytes from one context's word to the next: no two in a line of any cache.
+_WORD_PITCH = 128
+#: Puts in one group, which must fit into the queues of NCCL's proxies together.
+_GROUP = 16
+
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
+
+
+class NcclRmaTransport(OverNodes, NcclTransport):
+    """GPUs of `nodes` logical nodes, with windows registered with NCCL.
+
+    Raises TideError where NCCL cannot put to other nodes.
+    """
+
+    name = "nccl_rma"
+    reserved_nbytes = CONTEXTS * _WORD_PITCH
+
+    def __init__(
+        self, group: dist.ProcessGroup, rendezvous: Rendezvous, timeout_s: float, device: torch.device, nodes: int = 1
+    ) -> None:
+        self._span(nodes, rendezvous.world_size)
+        #: Window handles by the address of this rank's memory.
+        self._handles: dict[int, Any] = {}
+        super().__init__(group, rendezvous, timeout_s, device)
+        try:
+            self._open_staging()
+        except BaseException:
+            self.close()
+            raise
+
+    def _communicate(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> Any:
+        if self._topology.nodes == 1:
+            return super()._communicate(group, rendezvous)
+        known = rendezvous.exchange("yes" if group in _communicators else "", "looking for a communicator")
+        if not all(known):
+            _communicators[group] = self._new_communicator(rendezvous)
+        # Handles of windows pile up in the object, so each transport has one of its own.
+        return self._nccl.Communicator(_communicators[group].ptr)
+
+    def _new_communicator(self, rendezvous: Rendezvous) -> Any:
+        nccl = self._nccl
+        identity = bytes(nccl.get_unique_id()).hex() if self.rank == 0 else ""
+        identity = rendezvous.exchange(identity, "making a communicator")[0]
+        config = nccl.NCCLConfig(num_rma_ctx=CONTEXTS)
+        with torch.cuda.device(self.device):
+            unique_id = nccl.UniqueId.from_bytes(bytes.fromhex(identity))
+            communicator = nccl.Communicator.init(self.world_size, self.rank, unique_id, config)
+        able = rendezvous.exchange("yes" if communicator.host_rma_support else "", "making a communicator")
+        if not all(able):
+            raise TideError(
+                f"NCCL cannot put to other ranks' windows (host_rma_support is off on ranks "
+                f"{[self.global_ranks[rank] for rank, is_able in enumerate(able) if not is_able]}); it needs NVLink "
+                f"within, and InfiniBand or GDRCopy between machines; pass transport='nccl' on one machine"
+            )
+        return communicator
+
+    def _symmetric(self, nbytes: int) -> SymmetricMemory:
+        memory = super()._symmetric(nbytes)
+        assert isinstance(memory.keep, Registered)
+        self._handles = {address: handle for address, handle in self._handles.items() if handle.is_valid}
+        self._handles[memory.addresses[self.rank]] = memory.keep.window
+        return memory
+
+    def _address(self, window: Any, peer: int) -> int:
+        # What is never used need not be there: nothing of another node is reached by its address.
+        return 0 if self._is_remote(peer) else super()._address(window, peer)
+
+    def _reads(self, peer: int, address: int, nbytes: int) -> bool:
+        return self._place(address, nbytes) is not None
+
+    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
+        handle, context = self._handles[window.addresses[self.rank]], self._context()
+        for first in range(0, len(pieces), _GROUP):
+            some = pieces[first : first + _GROUP]
+            with self._nccl.group() if len(some) > 1 else nullcontext():
+                for piece in some:
+                    self._communicator.put_signal(
+                        self._bytes(piece), peer, handle, piece.at, context=context, stream=stream
+                    )
+
+    def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
+        assert self._staging is not None
+        stream, context = self._current(), self._context()
+        word = self._staging.memory.data_ptr() + context * _WORD_PITCH
+        with self._word_of(context, stream):
+            self._engine.write(word, value, stream.cuda_stream)
+            self._put_pieces(window, peer, [Piece(word, at, 4)], stream.cuda_stream)
+
+    @contextmanager
+    def _word_of(self, context: int, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Lanes are in order with themselves; whatever runs in none may be on any stream."""
+        if context:
+            yield
+            return
+        with self._turn(stream):
+            yield
+
+    def _context(self) -> int:
+        """The context of the lane we are in, 0 outside of any."""
+        return next((n for n, stream in enumerate(self._streams.values(), 1) if stream is self._active), 0)
+
+    def _bytes(self, piece: Piece) -> torch.Tensor:
+        place = self._place(piece.address, piece.nbytes)
+        assert place is not None
+        window, start = place
+        return window.memory[start : start + piece.nbytes]

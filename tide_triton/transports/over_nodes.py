@@ -1,0 +1,248 @@
+"""What transports share that reach the ranks of other nodes by a library's puts, and those of their own by copy engine.
+
+Ranks are node-major, as in `layouts.topology`; nodes may be logical, several of them on one machine. For a put to
+another node, what it reads decides the way:
+
+    contiguous, and where the library can read it       one put
+    rows that stay rows, where the library can read it  a put a row
+    anything else                                       copied into the staging, and put from there, filling by filling
+
+Libraries read only symmetric memory over a network, and gradients lie elsewhere. The staging is a window of
+`STAGING_NBYTES` bytes, the only one of its transport, whatever the groups; all lanes use it, one after the other.
+
+Counters and waits are those of `DeviceTransport`: a counter of another node's rank is raised by the library, after
+everything put on the same stream, and waited for in this rank's memory by its stream.
+"""
+
+import abc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from tide_triton.copy_engine import AddressedCopy, Batch, batch
+from tide_triton.errors import SpecError
+from tide_triton.layouts import Copy, Topology
+from tide_triton.transports.base import Put, Window
+from tide_triton.transports.device import DeviceTransport, DeviceWindow
+
+#: Bytes of the staging: as large as a chunk that leaves a node by default.
+STAGING_NBYTES: Final = 32 << 20
+#: Staged bytes lie as their destination does to this alignment, so that copies and puts can be wide.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` contiguous bytes at `address` of this rank, for byte `at` of a peer's window, counters included."""
+
+    address: int
+    at: int
+    nbytes: int
+
+
+#: What to copy into the staging, and what to put from there.
+Filling = tuple[Batch, tuple[Piece, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePut:
+    """Pieces to put from where they are, then fillings of the staging. Holds addresses only."""
+
+    window: DeviceWindow
+    peer: int
+    pieces: tuple[Piece, ...]
+    fillings: tuple[Filling, ...]
+    is_reusable: bool = True
+
+    def moved(self, by: Sequence[int]) -> Put:
+        raise NotImplementedError("puts to other nodes are prepared anew for other sources")
+
+
+class OverNodes(DeviceTransport):
+    """GPUs of logical nodes. A subclass calls `_span` first in its constructor, and `_open_staging` last."""
+
+    #: Bytes at the start of the staging that are the subclass's own.
+    reserved_nbytes = 0
+
+    def _span(self, nodes: int, world_size: int) -> None:
+        if nodes < 1 or world_size % nodes:
+            raise SpecError(f"nodes={nodes} does not divide {world_size} ranks")
+        self._topology = Topology(nodes, world_size // nodes)
+        self._staging: DeviceWindow | None = None
+        self._turn_event: torch.cuda.Event | None = None
+        self._turn_stream: torch.cuda.Stream | None = None
+
+    def _open_staging(self) -> None:
+        if self._topology.nodes > 1:
+            self._staging = self.allocate(self.reserved_nbytes + STAGING_NBYTES, "0", "the staging of puts")
+
+    @abc.abstractmethod
+    def _reads(self, peer: int, address: int, nbytes: int) -> bool:
+        """Whether the library can put these bytes of this rank to `peer` from where they are."""
+
+    @abc.abstractmethod
+    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
+        """Put all of them; what follows on `stream` may overwrite them, and what it puts and raises comes after."""
+
+    @abc.abstractmethod
+    def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
+        """Set the counter at byte `at` of `peer`'s window, after everything put on the current stream."""
+
+    def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
+        if not self._is_remote(peer):
+            return super().prepare(window, peer, moves)
+        assert isinstance(window, DeviceWindow)
+        assert self._staging is not None
+        window.check(moves)
+        pieces: list[Piece] = []
+        indirect: list[AddressedCopy] = []
+        for source, copy in moves:
+            address = source.data_ptr()
+            where_it_is = direct(window.header, address, copy)
+            if where_it_is is not None and self._reads(peer, address + copy.src_offset, _extent(copy)):
+                pieces += where_it_is
+            else:
+                indirect.append((window.header, address, copy))
+        area = self._staging.memory.data_ptr() + self.reserved_nbytes
+        return RemotePut(window, peer, tuple(pieces), fillings(indirect, area, STAGING_NBYTES))
+
+    def put(self, put: Put) -> None:
+        if not isinstance(put, RemotePut):
+            super().put(put)
+            return
+        stream = self._current()
+        if put.pieces:
+            self._put_pieces(put.window, put.peer, put.pieces, stream.cuda_stream)
+        for filling, pieces in put.fillings:
+            with self._turn(stream):
+                self._engine.copy(filling, stream.cuda_stream)
+                self._put_pieces(put.window, put.peer, pieces, stream.cuda_stream)
+
+    def _raise(self, window: DeviceWindow, peer: int, counter: int, value: int) -> None:
+        if not self._is_remote(peer):
+            super()._raise(window, peer, counter, value)
+            return
+        at = window.word(self.rank, self.rank, counter) - window.addresses[self.rank]
+        self._raise_remote(window, peer, at, value)
+
+    def close(self) -> None:
+        super().close()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _is_remote(self, peer: int) -> bool:
+        return self._topology.node(peer) != self._topology.node(self.rank)
+
+    def _place(self, address: int, nbytes: int) -> tuple[DeviceWindow, int] | None:
+        """The window of this rank in whose data these bytes lie, and from where on."""
+        for window in self._windows:
+            if not window.is_open:
+                continue
+            # A library may have mapped the memory a second time, for windows.
+            for start in (window.memory.data_ptr(), window.addresses[self.rank] + window.header):
+                if start <= address and address + nbytes <= start + window.nbytes:
+                    return window, address - start
+        return None
+
+    @contextmanager
+    def _turn(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What is enqueued within uses the staging, after whatever else has used it."""
+        if self._turn_event is None:
+            self._turn_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        elif self._turn_stream is not stream:
+            stream.wait_event(self._turn_event)
+        try:
+            yield
+        finally:
+            self._turn_event.record(stream)
+            self._turn_stream = stream
+
+
+def direct(at: int, address: int, copy: Copy) -> list[Piece] | None:
+    """`copy` as pieces that are read where they are; None where fewer are needed once its rows lie side by side.
+
+    at: the byte of the peer's window that `dst_offset` counts from. address: likewise for `src_offset`.
+    """
+    source, destination = address + copy.src_offset, at + copy.dst_offset
+    if copy.rows == 1 or copy.src_pitch == copy.dst_pitch == copy.width:
+        return [Piece(source, destination, copy.nbytes)]
+    if copy.dst_pitch == copy.width:
+        return None
+    rows = range(copy.rows)
+    return [Piece(source + row * copy.src_pitch, destination + row * copy.dst_pitch, copy.width) for row in rows]
+
+
+def fillings(copies: Sequence[AddressedCopy], area: int, nbytes: int) -> tuple[Filling, ...]:
+    """`copies` by way of `nbytes` bytes at `area`. Rows come to lie side by side there, and neighbours go as one piece.
+
+    copies: as (the byte of the peer's window that `dst_offset` counts from, the address that `src_offset` does, copy).
+    """
+    done: list[Filling] = []
+    into: list[AddressedCopy] = []
+    out: list[Piece] = []
+    filled = 0
+    for at, address, copy in copies:
+        for part in _cut(copy, nbytes - _ALIGNMENT):
+            to = at + part.dst_offset
+            start = filled + (to - area - filled) % _ALIGNMENT
+            if start + part.nbytes > nbytes:
+                done.append((batch(into), tuple(out)))
+                into, out = [], []
+                start = (to - area) % _ALIGNMENT
+            if part.src_pitch == part.width:
+                into.append((area, address, _flat(part.src_offset, start, part.nbytes)))
+            else:
+                into.append(
+                    (area, address, Copy(part.src_offset, start, part.rows, part.width, part.src_pitch, part.width))
+                )
+            staged = Copy(start, part.dst_offset, part.rows, part.width, part.width, part.dst_pitch)
+            for piece in direct(at, area, staged) or ():
+                _append(out, piece)
+            filled = start + part.nbytes
+    if into:
+        done.append((batch(into), tuple(out)))
+    return tuple(done)
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    if pieces:
+        last = pieces[-1]
+        if last.address + last.nbytes == piece.address and last.at + last.nbytes == piece.at:
+            pieces[-1] = Piece(last.address, last.at, last.nbytes + piece.nbytes)
+            return
+    pieces.append(piece)
+
+
+def _cut(copy: Copy, most: int) -> Iterator[Copy]:
+    """`copy` in parts of at most `most` bytes: some of its rows each, or bytes of one row."""
+    if copy.width <= most and copy.rows > 1:
+        rows = most // copy.width
+        for row in range(0, copy.rows, rows):
+            yield Copy(
+                copy.src_offset + row * copy.src_pitch,
+                copy.dst_offset + row * copy.dst_pitch,
+                min(rows, copy.rows - row),
+                copy.width,
+                copy.src_pitch,
+                copy.dst_pitch,
+            )
+        return
+    for row in range(copy.rows):
+        for start in range(0, copy.width, most):
+            yield _flat(
+                copy.src_offset + row * copy.src_pitch + start,
+                copy.dst_offset + row * copy.dst_pitch + start,
+                min(most, copy.width - start),
+            )
+
+
+def _flat(src_offset: int, dst_offset: int, nbytes: int) -> Copy:
+    return Copy(src_offset, dst_offset, 1, nbytes, nbytes, nbytes)
+
+
+def _extent(copy: Copy) -> int:
+    """Bytes from the first that `copy` reads to the last."""
+    return copy.src.end - copy.src_offset

@@ -82,6 +82,7 @@ class Collectives:
         self.rank: int = group.rank()
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
+        self._shards = [shard(tensor, spec.world_size, self.rank) for tensor in spec.tensors]
         self._reducers: dict[torch.dtype, Reducer] = {}
         meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
@@ -107,6 +108,7 @@ class Collectives:
         except BaseException:
             self._pool.close()
             raise
+        self._views = self._gather.views(self._slot)
         # For one that is dropped without `close`. The pool does not know this object.
         self._finalizer = weakref.finalize(self, self._pool.close)
         self._finalizer.atexit = False
@@ -119,7 +121,7 @@ class Collectives:
         """
         self._check_shards(shards)
         self._gather.start(self._slot, shards, "Collectives", self.gather_traffic).wait()
-        return self._gather.views(self._slot)
+        return [view.detach() for view in self._views]
 
     def reduce_scatter(
         self, gradients: Sequence[torch.Tensor], *, average: bool = True, dtype: torch.dtype = torch.float32
@@ -140,8 +142,7 @@ class Collectives:
             else:
                 reducer = self._nodes.reducer(landing, self.rank)
             self._reducers[grad_dtype] = reducer
-        shards = [shard(t, self.spec.world_size, self.rank) for t in self.spec.tensors]
-        outputs = [torch.empty(s.numel, dtype=dtype, device=g.device) for s, g in zip(shards, gradients, strict=True)]
+        outputs = [torch.empty(own.numel, dtype=dtype, device=self._device) for own in self._shards]
         reducer(
             self._ring,
             [(index, gradient.contiguous()) for index, gradient in enumerate(gradients)],
@@ -150,10 +151,11 @@ class Collectives:
             "Collectives",
             self.reduce_traffic,
         )
-        return [output.view(s.shape) for output, s in zip(outputs, shards, strict=True)]
+        return [output.view(own.shape) for output, own in zip(outputs, self._shards, strict=True)]
 
     def close(self) -> None:
         """Give the windows back. Tensors from `all_gather` stay readable. Idempotent."""
+        self._views = []
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -166,17 +168,18 @@ class Collectives:
 
     def _check_shards(self, shards: Sequence[torch.Tensor]) -> None:
         self._check_tensors(shards, "shards", "shard")
-        for tensor, given in zip(self.spec.tensors, shards, strict=True):
-            own = shard(tensor, self.spec.world_size, self.rank)
-            what = f"the shard of '{tensor.name}' on rank {self.rank}"
+        for tensor, own, given in zip(self.spec.tensors, self._shards, shards, strict=True):
             if not given.is_contiguous() or given.numel() not in (own.numel, own.padded_numel):
                 raise SpecError(
-                    f"{what} must be contiguous with shape {list(own.shape)}, got {list(given.shape)} with strides "
-                    f"{list(given.stride())}"
+                    f"the shard of '{tensor.name}' on rank {self.rank} must be contiguous with shape "
+                    f"{list(own.shape)}, got {list(given.shape)} with strides {list(given.stride())}"
                 )
             castable = given.dtype in _FLOATS and DTYPES[tensor.dtype] in _FLOATS
             if given.dtype != DTYPES[tensor.dtype] and not castable:
-                raise SpecError(f"{what} is {given.dtype}, which cannot be cast to {tensor.dtype}; pass a float dtype")
+                raise SpecError(
+                    f"the shard of '{tensor.name}' on rank {self.rank} is {given.dtype}, which cannot be cast to "
+                    f"{tensor.dtype}; pass a float dtype"
+                )
 
     def _check_gradients(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtype:
         self._check_tensors(gradients, "gradients", "gradient")

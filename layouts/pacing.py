@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from tide_triton.layouts.shards import Region, shard
-from tide_triton.layouts.slots import LandingLayout
-from tide_triton.layouts.spec import SpecError
+from tide_triton.layouts.slots import ALIGNMENT, LandingLayout, align
+from tide_triton.layouts.spec import GroupSpec, SpecError
+from tide_triton.layouts.topology import Topology
 from tide_triton.layouts.transfers import Copy, between
 
 #: Bytes of whose multiples chunks are, so that they start aligned and cut no element.
@@ -147,3 +148,16 @@ def cut_slices(landing: LandingLayout, owner: int, chunk_nbytes: int) -> tuple[P
         tuple((index, replace(copy, dst_offset=copy.dst_offset - number * chunk_nbytes)) for index, copy in parts)
         for number, parts in enumerate(cut(copies, chunk_nbytes))
     )
+
+
+def pacing_for(topology: Topology, specs: Sequence[GroupSpec] | None, nbytes: int, depth: int) -> Pacing:
+    """Chunks so large that rings of `depth` of them take `nbytes` * `depth` bytes at most, but not below 256 bytes.
+
+    specs: groups, none of whose shards in fp32 a chunk need exceed; None for any.
+    """
+    room = nbytes // (topology.gpus_per_node + 1) // ALIGNMENT * ALIGNMENT
+    if specs is not None:
+        shards = ([shard(tensor, spec.world_size, 0) for tensor in spec.tensors] for spec in specs)
+        sizes = (sum(own.padded_numel * max(own.tensor.itemsize, 4) for own in of_group) for of_group in shards)
+        room = min(room, align(max(sizes, default=0)))
+    return Pacing(max(room, ALIGNMENT), depth)

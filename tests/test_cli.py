@@ -110,6 +110,23 @@ def test_plan_prints_the_memory_of_a_model_as_tables_without_json() -> None:
         assert shown in result.stdout
 
 
+def test_plan_lists_what_a_blocks_collectives_move_between_nodes() -> None:
+    options = ["plan", "--model", "llama-3.1-70b", "--nodes", "6", "--gpus-per-node", "4"]
+    plan = json.loads(run(app, [*options, "--json"]).stdout)
+    assert [plan[key] for key in ("gpus", "nodes", "gpus_per_node")] == [24, 6, 4]
+    gather, reduce = plan["network"]["all_gather"], plan["network"]["reduce_scatter"]
+    shard = plan["block"]["cast"]
+    assert (gather["rounds"], gather["rail_peers"], gather["link_peers"]) == (3, 3, 3)
+    assert abs(gather["rail_nbytes"] - 5 * shard) < 0.01 * shard
+    assert abs(reduce["rail_nbytes"] - 5 * 2 * shard) < 0.02 * shard
+    assert reduce["partials"] == "float32"
+    for load in (gather, reduce):
+        assert 0 < load["rail_in_flight_nbytes"] <= load["depth"] * load["chunk_nbytes"]
+        assert 0 < load["link_in_flight_nbytes"] <= load["depth"] * load["chunk_nbytes"]
+    assert reduce["buffer_nbytes"] <= 128 << 20
+    assert "bytes over its rail" in run(app, options).stdout
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -126,6 +143,9 @@ def test_plan_prints_the_memory_of_a_model_as_tables_without_json() -> None:
         ("--spec x.json --gpus 8", "--gpus 8 does not go with --spec"),
         ("--spec x.json --gpus-per-node 8", "--gpus-per-node 8 does not go with --spec"),
         ("--spec x.json --layers 8", "--layers 8 does not go with --spec"),
+        ("--spec x.json --nodes 8", "--nodes 8 does not go with --spec"),
+        ("--model wan2.2-a14b --nodes 0", "nodes must be at least 1, got 0"),
+        ("--model wan2.2-a14b --nodes 2 --gpus 17", "--gpus 17 is not --nodes 2 of 8 GPUs; leave --gpus out"),
     ],
 )
 def test_what_makes_no_memory_plan_is_one_message_on_stderr_and_exit_code_2(

@@ -85,26 +85,28 @@ def plan(
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", metavar="G", help="GPUs of a node: 8, or all if they are fewer.")
     ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="M", help="So many nodes of --gpus-per-node, in place of --gpus.")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="L", help="Blocks that are trained: all where it is left out.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole plan as JSON instead of tables.")] = False,
 ) -> None:
-    """Show a group's layout (--spec) or the memory of a model's training (--model, --gpus).
+    """Show a group's layout (--spec), or a model's training (--model, and --gpus or --nodes).
 
     A layout: where tensors lie in a slot, which bytes each rank owns, and what an all-gather copies. Memory: what one
-    GPU holds with stock FSDP2, with symmetric memory and with TIDE.
+    GPU holds with stock FSDP2, with symmetric memory and with TIDE; and what a block's collectives move between nodes.
 
     Runs anywhere: nothing is allocated and no GPU is needed.
     """
     with mendable():
         if spec is not None:
-            _refuse_beside(
-                "--spec", {"--model": model, "--gpus": gpus, "--gpus-per-node": gpus_per_node, "--layers": layers}
-            )
+            others = {"--model": model, "--gpus": gpus, "--gpus-per-node": gpus_per_node, "--nodes": nodes}
+            _refuse_beside("--spec", {**others, "--layers": layers})
             shown = _layout(spec)
         else:
-            shown = _memory(model, gpus, gpus_per_node, layers)
+            shown = _memory(model, gpus, gpus_per_node, nodes, layers)
     if as_json:
         typer.echo(shown.as_json())
     else:
@@ -131,7 +133,9 @@ def _layout(spec: Path) -> _Shown:
     return _Shown(partial(to_json, layout), partial(render, group, layout))
 
 
-def _memory(model: str | None, gpus: int | None, gpus_per_node: int | None, layers: int | None) -> _Shown:
+def _memory(
+    model: str | None, gpus: int | None, gpus_per_node: int | None, nodes: int | None, layers: int | None
+) -> _Shown:
     """Raises SpecError."""
     from tide_triton.layouts import SpecError
     from tide_triton.memory import model_named, plan_memory, topology_of
@@ -140,6 +144,13 @@ def _memory(model: str | None, gpus: int | None, gpus_per_node: int | None, laye
     if model is None:
         raise SpecError("give --spec FILE for a layout, or --model NAME and --gpus N for the memory of training")
     spec = model_named(model)
+    if nodes is not None:
+        if nodes < 1:
+            raise SpecError(f"nodes must be at least 1, got {nodes}")
+        there = nodes * (GPUS_PER_NODE if gpus_per_node is None else gpus_per_node)
+        if gpus is not None and gpus != there:
+            raise SpecError(f"--gpus {gpus} is not --nodes {nodes} of {there // nodes} GPUs; leave --gpus out")
+        gpus, gpus_per_node = there, there // nodes
     if gpus is None:
         raise SpecError(f"--model {spec.name} needs --gpus N, the GPUs that it is sharded over, such as --gpus 64")
     topology = topology_of(gpus, min(gpus, GPUS_PER_NODE) if gpus_per_node is None else gpus_per_node)

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tide_triton.hierarchical_steps import Execution, Plan, plan
-from tide_triton.layouts import GroupSpec, Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
-from tide_triton.layouts.slots import ALIGNMENT, align
+from tide_triton.layouts import Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
+from tide_triton.layouts.slots import align
 from tide_triton.reduce_scatter import Kept, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Mark
@@ -38,19 +38,6 @@ def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
     """Bytes of a window that holds the rings of any reduction over `topology`, whatever its dtypes."""
     # Slices from each other GPU, partials, and the outbox.
     return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
-
-
-def pacing_for(topology: Topology, specs: Sequence[GroupSpec] | None, nbytes: int, depth: int) -> Pacing:
-    """Chunks so large that rings of `depth` of them take `nbytes` * `depth` bytes at most, but not below 256 bytes.
-
-    specs: groups, none of whose shards in fp32 a chunk need exceed; None for any.
-    """
-    room = nbytes // (topology.gpus_per_node + 1) // ALIGNMENT * ALIGNMENT
-    if specs is not None:
-        shards = ([shard(tensor, spec.world_size, 0) for tensor in spec.tensors] for spec in specs)
-        sizes = (sum(own.padded_numel * max(own.tensor.itemsize, 4) for own in of_group) for of_group in shards)
-        room = min(room, align(max(sizes, default=0)))
-    return Pacing(max(room, ALIGNMENT), depth)
 
 
 class HierarchicalReduceScatter:

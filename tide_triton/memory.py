@@ -26,6 +26,7 @@ from tide_triton.layouts.ring import chunk_for
 from tide_triton.layouts.slots import align
 from tide_triton.memory_moments import ITEMS, GroupBytes, Item, Moment, Step, sent_with
 from tide_triton.models import MODELS, ModelSpec, block_spec
+from tide_triton.network import NetworkPlan, plan_network
 
 #: What `attach` takes where it is told nothing. `windows.py` has the same and needs torch; a test compares them.
 RING_CHUNK_NBYTES: Final = 64 << 20
@@ -93,6 +94,7 @@ class MemoryPlan:
     """What one GPU holds while a model trains.
 
     buffers: at `BUFFER_WORLDS`, each for an output of `block.shard` bytes on every GPU.
+    network: what the collectives of a block move.
     """
 
     model: str
@@ -102,6 +104,7 @@ class MemoryPlan:
     root: GroupBytes
     variants: tuple[Variant, ...]
     buffers: tuple[Buffer, ...]
+    network: NetworkPlan
 
     def variant(self, name: str) -> Variant:
         """Raises KeyError where there is none of that name."""
@@ -135,7 +138,7 @@ def plan_memory(
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     ring_depth: int = RING_DEPTH,
 ) -> MemoryPlan:
-    """What one GPU of `topology` holds while `model` trains. How GPUs are spread over nodes changes none of it.
+    """What one GPU of `topology` holds while `model` trains. How GPUs are spread over nodes changes the network alone.
 
     layers: how many of its blocks are trained, None for all.
     slots, ring_chunk_nbytes (bytes), ring_depth: as `attach` takes them.
@@ -171,7 +174,8 @@ def plan_memory(
     )
     output = [shard(tensor, world, 0).padded_numel for tensor in block.tensors]
     buffers = tuple(reduce_scatter_buffer(output, n, ring_chunk_nbytes, ring_depth) for n in BUFFER_WORLDS)
-    return MemoryPlan(model.name, layers, topology, step.block, step.root, variants, buffers)
+    network = plan_network(block, topology, ring_chunk_nbytes, ring_depth)
+    return MemoryPlan(model.name, layers, topology, step.block, step.root, variants, buffers, network)
 
 
 def root_spec(model: ModelSpec, world_size: int) -> GroupSpec:

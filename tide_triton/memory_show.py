@@ -10,7 +10,11 @@
                             "peak": 32260750848,        the worst moment's
                             "windows": 0}, ...},        its part in symmetric windows
      "reduce_scatter_output": 53478400,                 fp32 shards of one block on every GPU
-     "reduce_scatter_buffer": {"16": {"ring": 134217728, "flags": 1024}, ...}}      for that output on 16 GPUs, ...
+     "reduce_scatter_buffer": {"16": {"ring": 134217728, "flags": 1024}, ...},      for that output on 16 GPUs, ...
+     "network": {"all_gather": {"chunk_nbytes": 7456512, "depth": 2,        one gather of a block
+                                "rounds": 3, "rail_peers": 3, "rail_nbytes": 187174400,     in the fields of `Load`
+                                "link_peers": 7, "link_nbytes": ..., "rail_in_flight_nbytes": ..., ...},
+                 "reduce_scatter": {"partials": "float32", ...}}}           one reduction, likewise
 
 All sizes are integers, in bytes on one GPU.
 """
@@ -46,6 +50,7 @@ def to_json(plan: MemoryPlan) -> str:
 
 def as_data(plan: MemoryPlan) -> dict[str, Any]:
     """`plan` as JSON has it."""
+    network = plan.network
     return {
         "model": plan.model,
         "layers": plan.layers,
@@ -69,6 +74,14 @@ def as_data(plan: MemoryPlan) -> dict[str, Any]:
         "reduce_scatter_buffer": {
             str(buffer.world_size): {"ring": buffer.ring, "flags": buffer.flags} for buffer in plan.buffers
         },
+        "network": {
+            "all_gather": {**asdict(network.gather_pacing), **asdict(network.all_gather)},
+            "reduce_scatter": {
+                "partials": network.partials,
+                **asdict(network.reduce_pacing),
+                **asdict(network.reduce_scatter),
+            },
+        },
     }
 
 
@@ -79,7 +92,9 @@ def render(plan: MemoryPlan) -> Group:
         f"{plan.model}: {layers} {'block' if layers == 1 else 'blocks'} on {plan.topology.world_size:,} GPUs "
         f"in {nodes:,} {'node' if nodes == 1 else 'nodes'}"
     )
-    tables = (_peak_table(plan), _moment_table(plan), _buffer_table(plan))
+    tables = [_peak_table(plan), _moment_table(plan), _buffer_table(plan)]
+    if nodes > 1:
+        tables.append(_network_table(plan))
     return Group(head, *(part for table in tables for part in (Text(), table)), Text(), _remarks(plan))
 
 
@@ -115,6 +130,24 @@ def _buffer_table(plan: MemoryPlan) -> Table:
         table.add_column(heading, overflow="fold", justify="right")
     for buffer in plan.buffers:
         table.add_row(f"{buffer.world_size:,}", f"{buffer.ring:,}", f"{buffer.flags:,}")
+    return table
+
+
+def _network_table(plan: MemoryPlan) -> Table:
+    table = Table(title="A block's collectives over the nodes, of one GPU", title_justify="left")
+    for heading in ("", "all-gather", "reduce-scatter"):
+        table.add_column(heading, overflow="fold", justify="right" if heading else "left")
+    gather, reduce = plan.network.all_gather, plan.network.reduce_scatter
+    for name, what in (
+        ("rounds", "rounds"),
+        ("rail_peers", "ranks put to over its rail"),
+        ("rail_nbytes", "bytes over its rail"),
+        ("rail_in_flight_nbytes", "of these under way at once"),
+        ("link_nbytes", "bytes to each GPU of its node"),
+        ("link_in_flight_nbytes", "of these under way at once"),
+        ("buffer_nbytes", "bytes of buffers"),
+    ):
+        table.add_row(what, f"{getattr(gather, name):,}", f"{getattr(reduce, name):,}")
     return table
 
 

@@ -82,10 +82,13 @@ def leave_the_window(rank: int, world: int) -> list[str]:
 
 
 def wait_forever(rank: int, world: int, timeout_s: float) -> float:
-    """Rank 0 waits for a credit that rank 1 never gives; rank 2 waits for rank 0."""
+    """Rank 0 waits for a credit that rank 1 never gives; rank 2, a little later, waits for rank 0."""
     transport = opened(timeout_s)
     window = transport.allocate(8, "0", "a window")
     started = time.monotonic()
+    if rank == 2:
+        # Or both give up in the same moment, and neither hears what the other was waiting for.
+        time.sleep(0.4 * timeout_s)
     if rank != 1:
         transport.wait(window, 1 if rank == 0 else 0, READY, 1, "all-gather of 'blocks.3': credit")
     time.sleep(timeout_s + 1)

@@ -331,6 +331,7 @@ def test_json_holds_every_variant_with_integers_and_says_what_it_leaves_out() ->
         "variants",
         "reduce_scatter_output",
         "reduce_scatter_buffer",
+        "network",
     ]
     assert [data[key] for key in ("gpus", "nodes", "gpus_per_node", "activations")] == [64, 8, 8, "excluded"]
     assert list(data["variants"]) == ["stock", "symm", "tide", "tide_ring", "tide_early"]

@@ -35,6 +35,7 @@ def test_a_plan_is_what_is_alive_in_a_step(
     before, most = ranks(world_size).run(measure, spec, variant, {**ATTACH[variant], "ring_chunk_nbytes": CHUNK})[0]
     always = planned.items["shards"] + planned.items["optimizer"] + planned.windows
     if variant in ("stock", "symm"):
-        assert before == pytest.approx(always, rel=0.01)
+        # Other tests of the same processes may have left some tensors.
+        assert before == pytest.approx(always, rel=0.01, abs=64 << 10)
     # What a step adds. On the CPU a rank has the other ranks' windows mapped as well, so only that can be compared.
     assert most - before == pytest.approx(planned.peak - always, rel=0.01)

@@ -33,15 +33,26 @@ class Twice(nn.Module):
         return x + self.up(torch.relu(self.up(x)))
 
 
-class Penalised(nn.Module):
-    """Reads its weight beside the layer too, by a way that nobody counts."""
+class Elsewhere(nn.Module):
+    """Uses its weight beside the layer, with a gradient of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.up.weight).relu() + self.up(x)
+        return x * self.up.weight[0] + nn.functional.linear(x, self.up.weight).relu() + self.up(x)
+
+
+class Detached(nn.Module):
+    """Reads its weight beside the layer, without a gradient: nobody sees that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.up.weight.detach()[0]).relu() + self.up(x)
 
 
 def _of(block: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
@@ -58,6 +69,22 @@ def _not_resharded(world_size: int) -> nn.Module:
 def _retaining(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     loss = cross_entropy(model(tokens), targets)
     loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()
+
+
+def _adversarial(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A gradient with respect to what is inside the model, and to no weight, before the backward."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        kept.append(output)
+
+    handle = model.embedding.register_forward_hook(keep)
+    first = cross_entropy(model(tokens), targets)
+    torch.autograd.grad(first, kept)
+    handle.remove()
+    loss = cross_entropy(model(tokens), targets)
     loss.backward()
     return loss.detach()
 
@@ -79,6 +106,13 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Loop, Callable[[nn.Module], A
     ),
     "graph retained": (lambda w: sharded(seeded(Model), line(w)), Loop(steps=4, loss=_retaining), None, True),
     "not resharded after backward": (lambda w: sharded(seeded(Model), line(w)), Loop(steps=5), _keep_unsharded, False),
+    "a gradient that is no weight's before the backward": (
+        lambda w: sharded(seeded(Model), line(w)),
+        Loop(steps=6, loss=_adversarial),
+        None,
+        True,
+    ),
+    "weights used beside their layers": (_of(Elsewhere), Loop(steps=5), None, False),
     "layers used twice": (_of(Twice), Loop(steps=5), None, False),
 }
 
@@ -111,7 +145,7 @@ def test_training_is_stocks_bit_for_bit_and_gradients_stand_in_slots_only_where_
 
 
 def _read_elsewhere(rank: int, world_size: int) -> str:
-    model = _of(Penalised)(world_size)
+    model = _of(Detached)(world_size)
     tide_triton.attach(model, **OPTIONS)
     try:
         train(model, rank, Loop(steps=5))
@@ -122,7 +156,7 @@ def _read_elsewhere(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_weight_that_is_read_by_a_way_nobody_counts_is_reported_and_not_misread(ranks: RankPools) -> None:
+def test_a_weight_that_is_read_unseen_is_reported_and_not_misread(ranks: RankPools) -> None:
     for message in ranks(2).run(_read_elsewhere):
         assert "modified by an inplace operation" in message
 

@@ -208,7 +208,8 @@ class GroupBinding:
                 raise SlotConflictError(
                     f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} "
                     f"and must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or "
-                    f"set reshard_after_forward/backward before the forward pass that needs it"
+                    f"set reshard_after_forward/backward before the forward pass that needs it. After a backward that "
+                    f"was interrupted, reshard() the modules that it left unsharded, and drop its loss"
                 )
             else:
                 for rival in rivals:

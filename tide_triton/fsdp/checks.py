@@ -117,7 +117,11 @@ def _check_nodes(sites: Sequence[GroupSite], stock: Sequence[StockGroup], nodes:
 def usable_timeout(timeout_s: float) -> float:
     """`timeout_s` where it is one, else a minute, in which ranks can still tell each other that it is not."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    return float(timeout_s) if is_number and math.isfinite(timeout_s) and timeout_s > 0 else 60.0
+    try:
+        return float(timeout_s) if is_number and math.isfinite(timeout_s) and timeout_s > 0 else 60.0
+    except OverflowError:
+        # An integer beyond what a float holds.
+        return 60.0
 
 
 ONE_RANK = "sharded over one rank: nothing to communicate"

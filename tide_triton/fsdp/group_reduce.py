@@ -44,6 +44,9 @@ class GroupReduce:
         self._kept: list[Kept] = []
         #: How often forwards have used each weight since the last backward, where that is counted.
         self.uses: Counter[int] = Counter()
+        self._expected: dict[int, torch.Tensor] = {}
+        #: Weights to whose gradient more than their layer contributes.
+        self._shared: set[int] = set()
         #: Parameters in whose `.grad` FSDP2 finds a placeholder.
         self._placed: set[int] = set()
 
@@ -56,6 +59,13 @@ class GroupReduce:
 
     def ready(self, index: int) -> None:
         """Autograd has added up the gradient of parameter `index`."""
+        expected = self._expected.pop(index, None)
+        if expected is not None and self._binding.group.reduce_grads:
+            found = self._binding.group.fsdp_params[index]._unsharded_param.grad
+            if found is None or not torch.equal(expected, found):
+                self._shared.add(index)
+        if self._early is not None and self._early.has(index):
+            self._shared.add(index)
         if not self._is_early():
             if self._binding.group.reduce_grads:
                 self._produced.append(index)
@@ -69,13 +79,23 @@ class GroupReduce:
     def claim(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The place of weight `index` in the slot, if its gradient may be written there; see `slot_linear`."""
         binding = self._binding
-        if self.uses[index] != 1 or not self._is_early() or not binding.group.reshard_after_backward:
+        if (
+            index in self._shared
+            or self.uses[index] != 1
+            or not self._is_early()
+            or not binding.group.reshard_after_backward
+        ):
             return None
         unsharded = binding.group.fsdp_params[index]._unsharded_param
         if self._early is None or unsharded.grad is not None or dtype != unsharded.dtype:
             return None
         place = binding.place_of(index)
         return place if place is not None and self._early.wants(index, place) else None
+
+    def expect(self, index: int, gradient: torch.Tensor) -> None:
+        """A layer hands `gradient` of weight `index` to autograd. Noted while it is not known whether it is all."""
+        if self.habit is None:
+            self._expected[index] = gradient
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """The gradient of weight `index` was written into the place that was claimed."""
@@ -107,6 +127,7 @@ class GroupReduce:
         self._early = None
         self._kept = []
         self._produced = []
+        self._expected.clear()
         self._placed.clear()
 
     # --- when FSDP2 asks ---
@@ -127,6 +148,7 @@ class GroupReduce:
     def end(self) -> None:
         self.gradients.clear()
         self._placed.clear()
+        self._expected.clear()
         self.uses.clear()
 
     def allocates_input(self) -> bool:

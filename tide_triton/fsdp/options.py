@@ -48,6 +48,11 @@ class Options:
                 f"grads_in_slots=True works on one node only, got nodes={self.nodes}: over several, gradients leave "
                 f"when their group's last one is there; pass grads_in_slots=False"
             )
+        if self.wire_dtype is not None and self.nodes is None:
+            raise AttachError(
+                f"wire_dtype={self.wire_dtype!r} is what sums are rounded to between nodes: leave it "
+                f"out, or pass nodes=N"
+            )
         if self.wire_dtype is not None and self.wire_dtype not in FLOAT_DTYPES:
             raise AttachError(
                 f"wire_dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, or None for what gradients are summed "

@@ -78,7 +78,7 @@ class Report:
                 g.reduce_path,
                 g.slot,
                 f"{g.gather.calls} ({g.gather.reused} reused)" if g.gather.reused else str(g.gather.calls),
-                str(g.reduce.calls),
+                _reduces(g.reduce),
                 f"{(g.gather.wire_bytes + g.reduce.wire_bytes) / 1e6:.3f}",
                 f"{(g.gather.layout_copy_bytes + g.reduce.layout_copy_bytes) / 1e6:.3f}",
                 g.why,
@@ -90,6 +90,13 @@ class Report:
         with console.capture() as capture:
             console.print(table)
         return capture.get().rstrip()
+
+
+def _reduces(traffic: Traffic) -> str:
+    """Calls, how many of them began early, and how many gradients stood in slots."""
+    notes = [f"{traffic.early} early"] if traffic.early else []
+    notes += [f"{traffic.in_slot} gradients in slots"] if traffic.in_slot else []
+    return f"{traffic.calls} ({', '.join(notes)})" if notes else str(traffic.calls)
 
 
 def _sum(parts: list[Traffic]) -> Traffic:

@@ -12,7 +12,11 @@ where that is not certain, the gradient is allocated and handed to autograd as e
     not yet early        the first two backwards of the group, `no_sync`, gradients left over from `no_sync`
     not resharded        `reshard_after_backward` is off: the weight is used again without being gathered
     used more than once  forwards are counted, so that no second use is still to come
+    used elsewhere       the first two backwards show whether the layer's gradient is all of the weight's
     tied                 another module has the same parameter
+
+What reads the weight elsewhere and has no gradient for it (through `detach()`) is not seen: where that is read again in
+backward, autograd raises "modified by an inplace operation". Attach without `grads_in_slots` then.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -42,6 +46,10 @@ class SlotWeight:
     def claim(self, dtype: torch.dtype) -> torch.Tensor | None:
         """The place for the gradient, None where it is not certain that the weight is needed no more."""
         return self._reduction.claim(self._index, dtype)
+
+    def expect(self, gradient: torch.Tensor) -> None:
+        """The layer hands `gradient` to autograd: is it all of the weight's?"""
+        self._reduction.expect(self._index, gradient)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """The gradient is in the claimed place."""
@@ -99,16 +107,26 @@ class _Linear(torch.autograd.Function):
         grad_input = rows.mm(weight).view(input.shape) if needs_input else None
         grad_bias = rows.sum(0) if needs_bias else None
         grad_weight = None
-        if needs_weight:
-            place = None if torch.is_grad_enabled() else ctx.known.claim(rows.dtype)
+        wanted = _is_wanted(ctx.next_functions[1][0]) if needs_weight else False
+        if wanted is not False:
+            place = ctx.known.claim(rows.dtype) if wanted and not torch.is_grad_enabled() else None
             if place is None:
                 grad_weight = rows.t().mm(columns)
+                ctx.known.expect(grad_weight)
             else:
                 torch.mm(rows.t(), columns, out=place)
                 # Whoever else saved the weight for this backward is told so by autograd.
                 torch.autograd.graph.increment_version(weight)
                 ctx.known.deliver(place)
         return grad_input, grad_weight, grad_bias, None
+
+
+def _is_wanted(accumulate: Any) -> bool | None:
+    """Whether this backward adds to the weight's `.grad` (`grad(inputs=...)` need not); None where it is returned."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulate))
+    except RuntimeError:
+        return None
 
 
 def convert(module: nn.Module, reduction: "GroupReduce", index: int) -> bool:

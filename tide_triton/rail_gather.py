@@ -16,6 +16,7 @@ each link once.
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ from tide_triton.layouts import (
     ChunkPut,
     Pacing,
     Receipt,
+    Region,
     SlotLayout,
     SpecError,
     Topology,
@@ -40,11 +42,12 @@ from tide_triton.layouts import (
     rail_queue,
     rail_receipts,
 )
+from tide_triton.layouts.pieces import GATHER_GROWTH
 from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Lane, Put
+from tide_triton.transports import Lane, Mark, Put
 from tide_triton.windows import PARTS, Slot
 
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
@@ -79,11 +82,18 @@ class RailAllGather(AllGather):
             block: tuple(tuple(copy for _, copy in parts) for parts in cut(gather_copies(layout, block), self._chunk))
             for block in topology.rail(topology.gpu(rank))
         }
+        #: The own part is filled piece by piece, in the order in which its chunks leave.
+        self._pieces = _in_order(self.regions, self._chunk)
+        self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
+        ends = [max(self.regions[index].end for index in piece) for piece in self._pieces]
+        own = self._chunks[rank]
+        #: After which piece each chunk of the own block is there.
+        self._piece_of = [bisect_left(ends, max(copy.src.end for copy in copies)) for copies in own]
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
         self.rail_nbytes = sum(put.nbytes for put in rail.puts)
         self.local_nbytes = sum(put.nbytes for put in local.puts)
         self._prepared: Programs[dict[Lane, list[Put | None]]] = Programs()
-        self._fills: Programs[tuple[Prepared | None, Put | None]] = Programs()
+        self._fills: Programs[list[tuple[Prepared | None, Put | None]]] = Programs()
 
     @property
     def _chunk(self) -> int:
@@ -100,33 +110,36 @@ class RailAllGather(AllGather):
         transport = slot.transport
         with transport.lane("gather"):
             paced = PacedTurn(slot, f"all-gather of {what}", self._sources)
+            filled: list[Mark | None] = []
             with transport.lane("cast"):
-                cast, own = self._fill_of(slot, shards, kept)
-                if cast is not None:
-                    cast(transport.stream)
-                if own is not None:
-                    transport.put(own)
-                filled = transport.mark()
+                for cast, own in self._fills_of(slot, shards, kept):
+                    if cast is not None:
+                        cast(transport.stream)
+                    if own is not None:
+                        transport.put(own)
+                    filled.append(transport.mark())
             puts = self._prepared.get(slot, lambda: self._prepare_all(slot), _are_reusable)
             with transport.lane("rail"):
-                transport.after(filled)
-                self._run(paced, "rail", puts["rail"])
+                self._run(paced, "rail", puts["rail"], filled)
                 sent = transport.mark()
-            transport.after(filled)
-            self._run(paced, "gather", puts["gather"])
+            self._run(paced, "gather", puts["gather"], filled)
+            if filled:
+                transport.after(filled[-1])
             # The next turn's credits come after this lane, and what the rail reads must not be overwritten.
             transport.after(sent)
         if kept is not None:
             kept.is_fresh = True
         # The shards have been read when the caller goes on: an optimizer may change them.
-        transport.after(filled)
+        if filled:
+            transport.after(filled[-1])
         traffic.wire_bytes += self.rail_nbytes + self.local_nbytes
         traffic.zero_copy += 1
         return Gathering(paced.turn)
 
-    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[Put | None]) -> None:
-        """The steps of `lane`, which is the current one. puts: by step, None for a receipt."""
+    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[Put | None], filled: Sequence[Mark | None]) -> None:
+        """The steps of `lane`, which is the current one. puts: by step, None for a receipt. filled: by own piece."""
         transport = paced.turn.slot.transport
+        after = 0
         for step, prepared in zip(self._steps[lane], puts, strict=True):
             if isinstance(step, Receipt):
                 with transport.lane("receipts", joined=False):
@@ -134,6 +147,9 @@ class RailAllGather(AllGather):
                     paced.acknowledge(step.source, step.number)
                 continue
             put, credit = step
+            if put.block == self.rank and self._piece_of[put.chunk] >= after:
+                transport.after(filled[self._piece_of[put.chunk]])
+                after = self._piece_of[put.chunk] + 1
             paced.greet(lane, put.peer)
             for wait in (put.waits_for, credit):
                 if wait is not None:
@@ -156,19 +172,39 @@ class RailAllGather(AllGather):
 
         return {lane: [prepare(step) for step in steps] for lane, steps in self._steps.items()}
 
-    def _fill_of(
+    def _fills_of(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None
-    ) -> tuple[Prepared | None, Put | None]:
-        """What fills this rank's part of `slot`: a cast, or a put into the own slot, or a cast and a put of it."""
+    ) -> list[tuple[Prepared | None, Put | None]]:
+        """What fills this rank's part of `slot`, by piece: a cast, or a put into the own slot, or both."""
         is_fresh = kept is not None and kept.is_fresh
         addresses = () if is_fresh else tuple(shard.data_ptr() for shard in shards)
         key = (slot, id(kept), is_fresh, addresses, *(shard.dtype for shard in shards))
 
-        def prepare() -> tuple[Prepared | None, Put | None]:
+        def prepare() -> list[tuple[Prepared | None, Put | None]]:
             with slot.transport.here():
-                return self.fill(slot, shards, kept)[:2] if shards else (None, None)
+                return [self.fill(slot, shards, kept, number)[:2] for number in range(len(self._pieces))]
 
-        return self._fills.get(key, prepare, lambda fill: all(part is None or part.is_reusable for part in fill))
+        def are_reusable(fills: list[tuple[Prepared | None, Put | None]]) -> bool:
+            return all(part is None or part.is_reusable for fill in fills for part in fill)
+
+        return self._fills.get(key, prepare, are_reusable)
+
+
+def _in_order(regions: Sequence[Region], smallest: int) -> tuple[tuple[int, ...], ...]:
+    """Tensors in the order of the slot, by piece: each larger than the ones before, for filling outruns the rail."""
+    pieces: list[tuple[int, ...]] = []
+    filling: list[int] = []
+    filled, wanted = 0, float(smallest)
+    for index, region in enumerate(regions):
+        filling.append(index)
+        filled += region.nbytes
+        if filled >= wanted:
+            pieces.append(tuple(filling))
+            wanted = filled * GATHER_GROWTH
+            filling, filled = [], 0
+    if filling:
+        pieces.append(tuple(filling))
+    return tuple(pieces)
 
 
 def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:

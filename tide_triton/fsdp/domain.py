@@ -57,6 +57,7 @@ class Domain:
         self.slot_count = 0
         #: How many slots were added because groups were held longer than planned.
         self.grown = 0
+        self._ring: Ring | Slot | None = None
         self._kept: deque[weakref.ref[Kept]] = deque()
 
     def allocate(self, prefetch: int) -> None:
@@ -110,10 +111,15 @@ class Domain:
 
         Over several nodes: the slot that holds the three rings of the hierarchy.
         """
-        if self._nodes is not None:
-            return self._nodes.rings(self.pool, [b.layout.spec for b in self.bindings])
-        chunk = chunk_for([b.layout.spec for b in self.bindings], self.options.ring_chunk_nbytes)
-        return self.pool.ring(chunk, self.options.ring_depth, self.bindings[0].layout.spec.digest)
+        # Asked for by every reduction: sized once.
+        if self._ring is None:
+            specs = [b.layout.spec for b in self.bindings]
+            if self._nodes is not None:
+                self._ring = self._nodes.rings(self.pool, specs)
+            else:
+                chunk = chunk_for(specs, self.options.ring_chunk_nbytes)
+                self._ring = self.pool.ring(chunk, self.options.ring_depth, specs[0].digest)
+        return self._ring
 
     def grow(self, binding: GroupBinding) -> Slot:
         """A slot for `binding` alone."""

@@ -45,7 +45,8 @@ class TideReduce:
     ) -> None:
         from tide_triton.collectives import Collectives
         from tide_triton.layouts import LandingLayout
-        from tide_triton.reduce_scatter import ReduceScatter, Reduction
+        from tide_triton.reduce_scatter import ReduceScatter
+        from tide_triton.reducers import Reduction
 
         assert isinstance(collectives, Collectives)
         spec = collectives.spec

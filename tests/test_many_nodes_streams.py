@@ -22,7 +22,7 @@ from tide_triton.hierarchical_reduce import HierarchicalReduceScatter, rings_nby
 from tide_triton.layouts import LandingLayout, Pacing, SlotLayout, Topology, Wait
 from tide_triton.paced import PacedTurn
 from tide_triton.rail_gather import RailAllGather
-from tide_triton.reduce_scatter import Reduction
+from tide_triton.reducers import Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane
 from tide_triton.views import DTYPES, dtype_name

@@ -39,7 +39,8 @@ from tests.simulated_transport import (
 from tide_triton.all_gather import AllGather, CastShards, Gathering
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
 from tide_triton.layouts.ring import least_chunk
-from tide_triton.reduce_scatter import Kept, ReduceScatter, Reducing, Reduction
+from tide_triton.reduce_scatter import ReduceScatter, Reducing
+from tide_triton.reducers import Kept, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Mark
 from tide_triton.views import as_bytes

@@ -18,8 +18,8 @@ from tide_triton.all_gather import AllGather
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, Topology, shard
 from tide_triton.layouts.ring import chunk_for
 from tide_triton.many_nodes import ManyNodes
-from tide_triton.reduce_scatter import ReduceScatter, Reduction
-from tide_triton.reducers import Reducer
+from tide_triton.reduce_scatter import ReduceScatter
+from tide_triton.reducers import Reducer, Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous

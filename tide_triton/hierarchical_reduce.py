@@ -20,16 +20,14 @@ Where nodes have one GPU, and `wire` is not narrower than the gradients, they go
 made of them where they are added. Then the order is rank order, and no partial is rounded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from tide_triton.hierarchical_steps import Execution, Plan, plan
 from tide_triton.layouts import Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
 from tide_triton.layouts.slots import align
-from tide_triton.reduce_scatter import Kept, Reduction
-from tide_triton.traffic import Traffic
-from tide_triton.transports import Mark
+from tide_triton.reducers import Kept, Reducer, Reduction, Underway
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot
 
@@ -40,8 +38,10 @@ def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
     return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
 
 
-class HierarchicalReduceScatter:
+class HierarchicalReduceScatter(Reducer):
     """The reduce-scatter of one group on rank `rank` of `topology`, for gradients of one dtype.
+
+    Gradients go through a slot of at least `rings_nbytes(topology, pacing)` bytes.
 
     pacing: bytes of a chunk in the wider of gradients' and partials' dtypes, and how many each ring holds a sender.
     wire: what partials are rounded to on their way; None for the dtype they are summed in.
@@ -74,32 +74,10 @@ class HierarchicalReduceScatter:
         self.padded_numels = [shard(tensor, world, rank).padded_numel for tensor in landing.tensors]
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
 
-    def __call__(
-        self,
-        through: Slot | Ring,
-        gradients: Sequence[tuple[int, torch.Tensor]],
-        outputs: Sequence[torch.Tensor],
-        reduction: Reduction,
-        what: str,
-        traffic: Traffic,
-    ) -> None:
-        """Reduce `gradients` over the ranks, and write this rank's shards to `outputs`: as `ReduceScatter` does.
-
-        through: a slot of at least `rings_nbytes(topology, pacing)` bytes.
-        """
-        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
-        reducing = self.start(through, into, reduction, what)
-        for index, gradient in gradients:
-            reducing.offer(index, gradient)
-        reducing.finish(traffic)
-
     def start(
         self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
     ) -> "HierarchicalReducing":
-        """Begin a reduction of the tensors that `outputs` names, in its order: their gradients come by `offer`.
-
-        Raises ValueError where `through` is too small.
-        """
+        """As for every reducer. Raises ValueError where `through` is too small, TypeError where it is no slot."""
         if not isinstance(through, Slot):
             raise TypeError("over several nodes gradients go through one slot that holds their rings, not a Ring")
         return HierarchicalReducing(self, through, outputs, reduction, what)
@@ -119,7 +97,7 @@ class HierarchicalReduceScatter:
         return torch.float64 if added == torch.float64 else torch.float32
 
 
-class HierarchicalReducing:
+class HierarchicalReducing(Underway):
     """A reduction under way. It goes once the last gradient was offered: its chunks cross from tensor to tensor."""
 
     def __init__(
@@ -130,25 +108,21 @@ class HierarchicalReducing:
         reduction: Reduction,
         what: str,
     ) -> None:
-        self.outputs = outputs
-        self.reduction = reduction
-        self.waiting: dict[int, torch.Tensor] = {}
-        self.sent: set[int] = set()
+        super().__init__(slot.transport, outputs, reduction, what)
         self._reducer = reducer
         self._slot = slot
-        self._what = f"reduce-scatter of {what}"
         self._plan = reducer.plan(tuple(outputs), reduction) if outputs else None
-        self._done: Mark | None = None
         if self._plan is not None and self._plan.hierarchy.nbytes > slot.window.nbytes:
             raise ValueError(
                 f"{self._what} needs a slot of {self._plan.hierarchy.nbytes} bytes, got one of {slot.window.nbytes}"
             )
 
-    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
-        """The gradient of tensor `index` (contiguous) is there, in the caller's order.
+    @property
+    def wire_nbytes(self) -> int:
+        return 0 if self._plan is None else self._plan.rail_nbytes + self._plan.local_nbytes
 
-        Returns all gradients once this was the last, None before: so long they live as long as this object.
-        """
+    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
+        """As for every reduction: all gradients go once this is the last."""
         self.waiting[index] = gradient
         if self._plan is None or len(self.waiting) < len(self.outputs):
             return None
@@ -158,20 +132,3 @@ class HierarchicalReducing:
         gradients, self.waiting = list(self.waiting.values()), {}
         self.sent.update(self.outputs)
         return Kept(gradients, self._done)
-
-    def follow(self) -> None:
-        """Whatever the caller does next comes after all that was sent so far."""
-        self._slot.transport.after(self._done)
-
-    def finish(self, traffic: Traffic) -> None:
-        """Once every gradient was offered: gradients may be freed, and outputs used, in the caller's order.
-
-        Raises RuntimeError where gradients are missing.
-        """
-        missing = sorted(set(self.outputs) - set(self.waiting) - self.sent)
-        if missing:
-            raise RuntimeError(f"{self._what}: the gradients of tensors {missing} of the group were never offered")
-        self.follow()
-        if self._plan is not None:
-            traffic.wire_bytes += self._plan.rail_nbytes + self._plan.local_nbytes
-        traffic.zero_copy += 1

@@ -36,7 +36,7 @@ from tide_triton.layouts import (
 )
 from tide_triton.layouts.pacing import Parts
 from tide_triton.paced import PacedTurn
-from tide_triton.reduce_scatter import Reduction
+from tide_triton.reducers import Reduction
 from tide_triton.transports import Lane, Mark
 from tide_triton.views import DTYPES, as_bytes, region_view
 from tide_triton.windows import PARTS, Slot

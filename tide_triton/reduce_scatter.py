@@ -28,27 +28,13 @@ from tide_triton.layouts.pieces import reduce_pieces
 from tide_triton.layouts.ranges import Range, owned, source_region
 from tide_triton.layouts.ring import RingLayout
 from tide_triton.layouts.transfers import between
-from tide_triton.traffic import Traffic
-from tide_triton.transports import Mark, Put
+from tide_triton.reducers import Kept, Reducer, Reduction, Underway
+from tide_triton.transports import Put
 from tide_triton.views import DTYPES, as_bytes, region_view
 from tide_triton.windows import PARTS, Ring, Slot, Turn
 
 #: (source, owner) -> where a range's bytes of `source` start with their owner.
 _Place = Callable[[int, int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """What happens to the sum, in FSDP2's terms.
-
-    wire_dtype: contributions are rounded to it before they are added; None leaves them as they are.
-    premultiply: each contribution is multiplied by it, in the wire dtype, before the sum (PREMUL_SUM, pre-division).
-    divisor: the sum is divided by it (AVG: the world size).
-    """
-
-    wire_dtype: torch.dtype | None = None
-    premultiply: float = 1.0
-    divisor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +67,10 @@ class _PutPlan:
     puts: list[list[Put]]
 
 
-@dataclass(eq=False)
-class Kept:
-    """Gradients that are still being read, until `mark`: alive as long as somebody holds this."""
+class ReduceScatter(Reducer):
+    """The reduce-scatter of one group on rank `rank` of a node, for gradients of one dtype.
 
-    gradients: list[torch.Tensor]
-    mark: Mark | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
-
-
-class ReduceScatter:
-    """The reduce-scatter of one group on rank `rank`, for gradients of one dtype.
+    Gradients go through a vacant slot, at least `landing.nbytes` large, or through a ring.
 
     ctas: CTAs of each sum but the last at most, None for as many as there are blocks.
     """
@@ -112,35 +88,9 @@ class ReduceScatter:
         self._captured: list[list[Prepared]] = []
         self._cuts: dict[Hashable, _Cut] = {}
 
-    def __call__(
-        self,
-        through: Slot | Ring,
-        gradients: Sequence[tuple[int, torch.Tensor]],
-        outputs: Sequence[torch.Tensor],
-        reduction: Reduction,
-        what: str,
-        traffic: Traffic,
-    ) -> None:
-        """Reduce `gradients` over the ranks, and write this rank's shards to `outputs`.
-
-        through: a vacant slot, at least `landing.nbytes` large, or a ring.
-        gradients: (index of the tensor in the group, unsharded gradient), contiguous and of the landing's dtypes; the
-        same indices in the same order on every rank.
-        outputs: one per gradient, contiguous, at least the shard's elements; what is beyond them (padding) becomes 0.
-        what: the group's name, for errors.
-
-        Gradients may be freed, and outputs used, once the caller's order is past this.
-        """
-        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
-        reducing = self.start(through, into, reduction, what)
-        for index, gradient in gradients:
-            reducing.offer(index, gradient)
-        reducing.finish(traffic)
-
     def start(
         self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
     ) -> "Reducing":
-        """Begin a reduction of the tensors that `outputs` names, in its order: their gradients come by `offer`."""
         return Reducing(self, through, outputs, reduction, what)
 
     # --- what travels ---
@@ -296,8 +246,8 @@ class ReduceScatter:
         ]
 
 
-class Reducing:
-    """A reduction under way.
+class Reducing(Underway):
+    """A reduction under way within a node.
 
     What is offered travels in the order in which the outputs were given, which is the same on every rank: a piece goes
     once all its gradients are there, so ranks whose autograd produces gradients in different orders still agree.
@@ -311,27 +261,19 @@ class Reducing:
         reduction: Reduction,
         what: str,
     ) -> None:
-        self.outputs = outputs
-        self.reduction = reduction
-        #: Gradients that were offered and are not on their way whole.
-        self.waiting: dict[int, torch.Tensor] = {}
-        #: Tensors that are on their way whole.
-        self.sent: set[int] = set()
+        super().__init__(through.transport, outputs, reduction, what)
         self._reducer = reducer
         self._through = through
-        self._what = f"reduce-scatter of {what}"
         self._cut = reducer.cut(through, tuple(outputs))
         self._missing = [{part.index for part in piece.ranges} for piece in self._cut.pieces]
         self._next = 0
         self._turn: Turn | None = None
-        self._done: Mark | None = None
+
+    @property
+    def wire_nbytes(self) -> int:
+        return self._cut.wire_nbytes
 
     def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
-        """The gradient of tensor `index` is there, in the caller's order: send what can go.
-
-        Returns the gradients that are now on their way whole, None where none is; without one, they live as long as
-        this object or until `finish`.
-        """
         self.waiting[index] = gradient
         if index not in self._cut.last:
             # A tensor without elements has no part in any piece.
@@ -349,7 +291,7 @@ class Reducing:
 
     def _send(self, upto: int) -> Kept:
         """Send and sum the pieces up to `upto`."""
-        transport, first = self._through.transport, self._next
+        transport, first = self._transport, self._next
         used = {part.index for piece in self._cut.pieces[first:upto] for part in piece.ranges}
         gradients = {index: self.waiting[index] for index in self.waiting if index in used}
         through, count = self._through, upto - first
@@ -386,19 +328,3 @@ class Reducing:
         whole = [index for index in gradients if self._cut.last[index] < upto]
         self.sent.update(whole)
         return Kept([self.waiting.pop(index) for index in whole], self._done)
-
-    def follow(self) -> None:
-        """Whatever the caller does next comes after all that was sent so far."""
-        self._through.transport.after(self._done)
-
-    def finish(self, traffic: Traffic) -> None:
-        """Once every gradient was offered: gradients may be freed, and outputs used, in the caller's order.
-
-        Raises RuntimeError where gradients are missing.
-        """
-        if self._next < len(self._cut.pieces):
-            missing = sorted(set(self.outputs) - set(self.waiting) - self.sent)
-            raise RuntimeError(f"{self._what}: the gradients of tensors {missing} of the group were never offered")
-        self.follow()
-        traffic.wire_bytes += self._cut.wire_nbytes
-        traffic.zero_copy += 1

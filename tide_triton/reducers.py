@@ -1,40 +1,113 @@
-"""What a reduce-scatter is to those who use it, whichever way its gradients go."""
+"""What a reduce-scatter is to those who use it, whichever way its gradients go.
 
+reducer = ReduceScatter(...) or HierarchicalReduceScatter(...)
+reducing = reducer.start(through, outputs, reduction, what)
+reducing.offer(index, gradient)             for each, as it is there
+reducing.finish(traffic)                    outputs hold the shards
+"""
+
+import abc
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
 from tide_triton.layouts import LandingLayout
-from tide_triton.reduce_scatter import Kept, Reduction
 from tide_triton.traffic import Traffic
+from tide_triton.transports import Mark, Transport
 from tide_triton.windows import Ring, Slot
 
 
-class Underway(Protocol):
-    """A reduction under way: `reduce_scatter.Reducing` says what each of these does."""
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What happens to the sum, in FSDP2's terms.
 
-    #: Gradients that were offered and are not on their way whole, and tensors that are.
-    waiting: dict[int, torch.Tensor]
-    sent: set[int]
+    wire_dtype: contributions are rounded to it before they are added; None leaves them as they are.
+    premultiply: each contribution is multiplied by it, in the wire dtype, before the sum (PREMUL_SUM, pre-division).
+    divisor: the sum is divided by it (AVG: the world size).
+    """
 
-    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None: ...
-
-    def follow(self) -> None: ...
-
-    def finish(self, traffic: Traffic) -> None: ...
+    wire_dtype: torch.dtype | None = None
+    premultiply: float = 1.0
+    divisor: float = 1.0
 
 
-class Reducer(Protocol):
-    """The reduce-scatter of one group on one rank, for gradients of one dtype: see `reduce_scatter.ReduceScatter`."""
+@dataclass(eq=False)
+class Kept:
+    """Gradients that are still being read, until `mark`: alive as long as somebody holds this."""
+
+    gradients: list[torch.Tensor]
+    mark: Mark | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+
+class Underway(abc.ABC):
+    """A reduction under way.
+
+    outputs: by tensor of the group, in the order in which gradients travel, which is the same on every rank.
+    what: the group's name, for errors.
+    """
+
+    def __init__(
+        self, transport: Transport, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
+    ) -> None:
+        self.outputs = outputs
+        self.reduction = reduction
+        #: Gradients that were offered and are not on their way whole.
+        self.waiting: dict[int, torch.Tensor] = {}
+        #: Tensors that are on their way whole.
+        self.sent: set[int] = set()
+        self._transport = transport
+        self._what = f"reduce-scatter of {what}"
+        self._done: Mark | None = None
+
+    @property
+    @abc.abstractmethod
+    def wire_nbytes(self) -> int:
+        """Bytes that this rank sends to others."""
+
+    @abc.abstractmethod
+    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
+        """The gradient of tensor `index` (contiguous) is there, in the caller's order: send what can go.
+
+        Returns the gradients that are now on their way whole, None where none is; without one, they live as long as
+        this object or until `finish`.
+        """
+
+    def follow(self) -> None:
+        """Whatever the caller does next comes after all that was sent so far."""
+        self._transport.after(self._done)
+
+    def finish(self, traffic: Traffic) -> None:
+        """Once every gradient was offered: gradients may be freed, and outputs used, in the caller's order.
+
+        Raises RuntimeError where gradients are missing.
+        """
+        missing = sorted(set(self.outputs) - set(self.waiting) - self.sent)
+        if missing:
+            raise RuntimeError(f"{self._what}: the gradients of tensors {missing} of the group were never offered")
+        self.follow()
+        traffic.wire_bytes += self.wire_nbytes
+        traffic.zero_copy += 1
+
+
+class Reducer(abc.ABC):
+    """The reduce-scatter of one group on one rank, for gradients of one dtype.
+
+    padded_numels: elements of this rank's shard of each tensor, with padding.
+    """
 
     landing: LandingLayout
-    #: Elements of this rank's shard of each tensor, with padding.
     padded_numels: list[int]
 
+    @abc.abstractmethod
     def start(
         self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
-    ) -> Underway: ...
+    ) -> Underway:
+        """Begin a reduction of the tensors that `outputs` names, in its order: their gradients come by `offer`."""
 
     def __call__(
         self,
@@ -44,4 +117,19 @@ class Reducer(Protocol):
         reduction: Reduction,
         what: str,
         traffic: Traffic,
-    ) -> None: ...
+    ) -> None:
+        """Reduce `gradients` over the ranks, and write this rank's shards to `outputs`.
+
+        through: what gradients go through; the reducer's class says what it takes.
+        gradients: (index of the tensor in the group, unsharded gradient), contiguous and of the landing's dtypes; the
+        same indices in the same order on every rank.
+        outputs: one per gradient, contiguous, at least the shard's elements; what is beyond them (padding) becomes 0.
+        what: the group's name, for errors.
+
+        Gradients may be freed, and outputs used, once the caller's order is past this.
+        """
+        into = {index: output for (index, _), output in zip(gradients, outputs, strict=True)}
+        reducing = self.start(through, into, reduction, what)
+        for index, gradient in gradients:
+            reducing.offer(index, gradient)
+        reducing.finish(traffic)

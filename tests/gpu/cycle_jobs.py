@@ -23,7 +23,8 @@ from tide_triton.fsdp.domain import Domain
 from tide_triton.fsdp.group_reduce import GradientHook, GroupReduce
 from tide_triton.fsdp.params import SlotParam, SlotParamGroup
 from tide_triton.fsdp.slot_linear import SlotLinear, SlotWeight
-from tide_triton.reduce_scatter import Kept, ReduceScatter, Reducing
+from tide_triton.reduce_scatter import ReduceScatter, Reducing
+from tide_triton.reducers import Kept
 from tide_triton.transports.device import DeviceTransport, DeviceWindow
 from tide_triton.transports.host import HostTransport, HostWindow
 from tide_triton.windows import Ring, Slot, SlotPool, Turn

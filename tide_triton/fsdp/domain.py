@@ -19,8 +19,8 @@ from tide_triton.fsdp.options import Options
 from tide_triton.layouts import GroupUse, LandingLayout, SlotLayout, Topology, assign
 from tide_triton.layouts.ring import chunk_for
 from tide_triton.many_nodes import ManyNodes
-from tide_triton.reduce_scatter import Kept, ReduceScatter
-from tide_triton.reducers import Reducer
+from tide_triton.reduce_scatter import ReduceScatter
+from tide_triton.reducers import Kept, Reducer
 from tide_triton.transports import Transport
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.windows import Ring, Slot, SlotPool

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from tide_triton.fsdp.internals import FSDPParamGroup, TrainingState
-from tide_triton.reduce_scatter import Kept, Reduction
-from tide_triton.reducers import Reducer, Underway
+from tide_triton.reducers import Kept, Reducer, Reduction, Underway
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Transport
 from tide_triton.windows import Ring, Slot

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from tide_triton.errors import UnsupportedError
 from tide_triton.fsdp.early import EarlyReduction, Habit, may_begin, settings_of, split_output
 from tide_triton.layouts import LandingLayout
-from tide_triton.reduce_scatter import Kept, Reduction
-from tide_triton.reducers import Reducer
+from tide_triton.reducers import Kept, Reducer, Reduction
 from tide_triton.views import dtype_name
 from tide_triton.windows import Ring, Slot
 

@@ -9,7 +9,7 @@ few pieces do, if each is in proportion to its neighbour:
                                            is summed while the one after it travels
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tide_triton.layouts.ranges import Range
@@ -33,10 +33,18 @@ def gather_pieces(layout: SlotLayout, smallest: int | None) -> tuple[tuple[int, 
     sizes = [shard(tensor, world, 0).padded_nbytes for tensor in layout.spec.tensors]
     if smallest is None:
         return (tuple(range(len(sizes))),) if sizes else ()
+    return growing(sorted(range(len(sizes)), key=lambda i: sizes[i]), sizes, smallest)
+
+
+def growing(order: Iterable[int], sizes: Sequence[int], smallest: int) -> tuple[tuple[int, ...], ...]:
+    """Tensors in `order`, by piece: the first of at least `smallest` bytes, each further one `GATHER_GROWTH` larger.
+
+    sizes: bytes of every tensor.
+    """
     pieces: list[tuple[int, ...]] = []
     filling: list[int] = []
     filled, wanted = 0, float(smallest)
-    for index in sorted(range(len(sizes)), key=lambda i: sizes[i]):
+    for index in order:
         filling.append(index)
         filled += sizes[index]
         if filled >= wanted:

@@ -10,8 +10,9 @@ it is, into the own slot as well, and then no kernel runs at all:
     shard (fp32) --cast, once--> a copy that is kept --put--> its place in every rank's slot, as often as it is gathered
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -52,7 +53,7 @@ class CastShards:
     def __init__(self, gather: "AllGather", device: torch.device) -> None:
         sizes = [align(region.nbytes) for region in gather.regions]
         self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        starts = [0, *accumulate(sizes)][:-1]
         self.views = [
             self.memory[start : start + region.nbytes].view(dtype)
             for start, region, dtype in zip(starts, gather.regions, gather.dtypes, strict=True)
@@ -72,13 +73,17 @@ class AllGather:
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._pieces = gather_pieces(layout, smallest_piece)
-        #: What this rank puts to each peer, from its own slot, by piece.
-        self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
-        self._wire_nbytes = sum(copy.nbytes for copies in self.copies for copy in copies)
+        self._go_in(gather_pieces(layout, smallest_piece))
+        self._wire_nbytes = sum(region.nbytes for region in self.regions)
         self._programs: Programs[_Program] = Programs()
         #: What graphs have captured, which they need as long as they are replayed.
         self._captured: list[_Program] = []
+
+    def _go_in(self, pieces: Sequence[Sequence[int]]) -> None:
+        """Fill the slot in `pieces`, each of them indices of tensors."""
+        self._pieces = pieces
+        #: What this rank puts to each peer, from its own slot, by piece.
+        self.copies = tuple(self._copies_of(piece) for piece in pieces)
 
     def _copies_of(self, piece: Sequence[int]) -> tuple[Copy, ...]:
         regions = [self.regions[index] for index in piece]
@@ -135,12 +140,10 @@ class AllGather:
     # --- what is prepared ---
 
     def _program(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
-        is_fresh = kept is not None and kept.is_fresh
         if slot.transport.capture is not None:
             self._captured.append(self._prepare(slot, shards, kept))
             return self._captured[-1]
-        addresses = () if is_fresh else tuple(shard.data_ptr() for shard in shards)
-        key = (slot, id(kept), is_fresh, addresses, *(shard.dtype for shard in shards))
+        key = fill_key(slot, shards, kept)
         return self._programs.get(key, lambda: self._prepare(slot, shards, kept), lambda program: program.is_reusable)
 
     def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
@@ -184,6 +187,13 @@ class AllGather:
             slot.window.memory[p.offset : p.offset + p.nbytes].view(DTYPES[p.tensor.dtype]).view(p.tensor.shape)
             for p in self.layout.places
         ]
+
+
+def fill_key(slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> Hashable:
+    """All that filling `slot` depends on: fresh casts are read in place of the shards, wherever these are."""
+    is_fresh = kept is not None and kept.is_fresh
+    addresses = () if is_fresh else tuple(shard.data_ptr() for shard in shards)
+    return slot, id(kept), addresses, *(shard.dtype for shard in shards)
 
 
 class Gathering:

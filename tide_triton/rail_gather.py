@@ -21,13 +21,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tide_triton.all_gather import AllGather, CastShards, Gathering
+from tide_triton.all_gather import AllGather, CastShards, Gathering, fill_key
 from tide_triton.kernels.launch import Prepared
 from tide_triton.layouts import (
     ChunkPut,
     Pacing,
     Receipt,
-    Region,
     SlotLayout,
     SpecError,
     Topology,
@@ -42,7 +41,7 @@ from tide_triton.layouts import (
     rail_queue,
     rail_receipts,
 )
-from tide_triton.layouts.pieces import GATHER_GROWTH
+from tide_triton.layouts.pieces import growing
 from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn
 from tide_triton.programs import Programs
@@ -83,8 +82,8 @@ class RailAllGather(AllGather):
             for block in topology.rail(topology.gpu(rank))
         }
         #: The own part is filled piece by piece, in the order in which its chunks leave.
-        self._pieces = _in_order(self.regions, self._chunk)
-        self.copies = tuple(self._copies_of(piece) for piece in self._pieces)
+        sizes_here = [region.nbytes for region in self.regions]
+        self._go_in(growing(range(len(sizes_here)), sizes_here, self._chunk))
         ends = [max(self.regions[index].end for index in piece) for piece in self._pieces]
         own = self._chunks[rank]
         #: After which piece each chunk of the own block is there.
@@ -176,9 +175,6 @@ class RailAllGather(AllGather):
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None
     ) -> list[tuple[Prepared | None, Put | None]]:
         """What fills this rank's part of `slot`, by piece: a cast, or a put into the own slot, or both."""
-        is_fresh = kept is not None and kept.is_fresh
-        addresses = () if is_fresh else tuple(shard.data_ptr() for shard in shards)
-        key = (slot, id(kept), is_fresh, addresses, *(shard.dtype for shard in shards))
 
         def prepare() -> list[tuple[Prepared | None, Put | None]]:
             with slot.transport.here():
@@ -187,24 +183,7 @@ class RailAllGather(AllGather):
         def are_reusable(fills: list[tuple[Prepared | None, Put | None]]) -> bool:
             return all(part is None or part.is_reusable for fill in fills for part in fill)
 
-        return self._fills.get(key, prepare, are_reusable)
-
-
-def _in_order(regions: Sequence[Region], smallest: int) -> tuple[tuple[int, ...], ...]:
-    """Tensors in the order of the slot, by piece: each larger than the ones before, for filling outruns the rail."""
-    pieces: list[tuple[int, ...]] = []
-    filling: list[int] = []
-    filled, wanted = 0, float(smallest)
-    for index, region in enumerate(regions):
-        filling.append(index)
-        filled += region.nbytes
-        if filled >= wanted:
-            pieces.append(tuple(filling))
-            wanted = filled * GATHER_GROWTH
-            filling, filled = [], 0
-    if filling:
-        pieces.append(tuple(filling))
-    return tuple(pieces)
+        return self._fills.get(fill_key(slot, shards, kept), prepare, are_reusable)
 
 
 def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:

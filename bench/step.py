@@ -53,7 +53,6 @@ TIDE: Mapping[str, dict[str, Any]] = {
     "tide_early": {"slot_reuse": False, "early_reduce": True},
 }
 VARIANTS = ("floor", "stock", "symm", "tide")
-ALL_VARIANTS = ("floor", "stock", "symm", *TIDE)
 
 _WARMUP = 3
 _SEED = 1234

@@ -15,6 +15,7 @@ Groups nested in each other are unsharded together, so each depth of nesting rot
 stays unsharded (the root, `reshard_after_forward=False`) has a slot to itself.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ def _apart(is_large: Sequence[bool], prefetch: int) -> list[int]:
     for kind in (False, True):
         members = [index for index, large in enumerate(is_large) if large == kind]
         # As many as there are of the kind in any stretch that may be unsharded at once.
-        count = max(sum(other in range(at, at + prefetch + 1) for other in members) for at in members)
+        count = max(bisect_right(members, at + prefetch) - number for number, at in enumerate(members))
         for turn, index in enumerate(members):
             turns[index] = first + turn % count
         first += count

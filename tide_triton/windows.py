@@ -149,30 +149,27 @@ class Turn:
 
     def await_part(self, part: int) -> None:
         """Until the first `part` parts from every peer are there."""
-        transport, window, what = self.slot.transport, self.slot.window, f"{self.what}: data"
         for peer in self.peers:
-            if self.capture is None:
-                transport.wait(window, peer, WRITTEN, self.number * PARTS + part, what)
-                continue
-            transport.wait(window, peer, CAPTURED_WRITTEN, part, what)
-            if part == self.parts:
-                transport.clear(window, peer, CAPTURED_WRITTEN)
+            self.await_from(peer, part)
 
     def await_data(self) -> None:
         """Until everything for this rank is there. Waits once, however often it is called."""
         if self.is_complete:
             return
-        if self.sources is None:
-            self.await_part(self.parts)
-        else:
-            for peer, parts in self.sources.items():
-                self.await_from(peer, parts)
+        sources = dict.fromkeys(self.peers, self.parts) if self.sources is None else self.sources
+        for peer, parts in sources.items():
+            self.await_from(peer, parts)
         self.is_complete = True
 
     def await_from(self, peer: int, part: int) -> None:
-        """Until the first `part` parts from `peer` are there, in a turn that is not captured."""
-        value = self.number * PARTS + part
-        self.slot.transport.wait(self.slot.window, peer, WRITTEN, value, f"{self.what}: data")
+        """Until the first `part` parts from `peer` are there."""
+        transport, window, what = self.slot.transport, self.slot.window, f"{self.what}: data"
+        if self.capture is None:
+            transport.wait(window, peer, WRITTEN, self.number * PARTS + part, what)
+            return
+        transport.wait(window, peer, CAPTURED_WRITTEN, part, what)
+        if part == self.parts:
+            transport.clear(window, peer, CAPTURED_WRITTEN)
 
 
 @dataclass(eq=False)

@@ -94,7 +94,6 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input)
         # Not saved, for then a retained graph would be refused its second backward, before which it is gathered again.
         ctx.weight, ctx.known = weight, known
-        ctx.has_bias = bias is not None
         return functional.linear(input, weight, bias)
 
     @staticmethod

@@ -16,7 +16,6 @@ So the result depends on nothing but these values: not on the engine, the number
 contribution lies. `reference.accumulate_reference` gives the same bits.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +30,7 @@ from tide_triton.kernels.tables import (
     Launch,
     TableCache,
     block_counts,
+    divides_exactly,
     float_bits,
     make_launch,
     stream_key,
@@ -185,15 +185,13 @@ def _variant(
     wire_dtype: torch.dtype | None, premultiply: float, divisor: float, add: bool, statistics: bool
 ) -> AccumulateVariant:
     """What all launches of a call share; contributions and output are filled in by launch."""
-    # Within 2^+-64, far from where a reciprocal would be subnormal.
-    by_reciprocal = divisor > 0 and math.frexp(divisor)[0] == 0.5 and abs(math.frexp(divisor)[1]) < 64
     return AccumulateVariant(
         (),
         torch.float32,
         wire_dtype,
         premultiply != 1.0,
         divisor != 1.0,
-        by_reciprocal=divisor != 1.0 and by_reciprocal,
+        by_reciprocal=divisor != 1.0 and divides_exactly(divisor),
         add=add,
         statistics=statistics,
     )

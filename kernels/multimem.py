@@ -23,7 +23,6 @@ multicast ranges: the same kernel then adds them in rank order and rounds as the
 does `reference.multimem_reference`, bit by bit.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ import torch
 from tide_triton.kernels.launch import Engine, Prepared, Tuning, check_ctas, interpreted, start, uses_triton
 from tide_triton.kernels.multimem_kernel import multimem_kernel
 from tide_triton.kernels.reference import multimem_reference
-from tide_triton.kernels.tables import Launch, block_counts, float_bits, make_launch
+from tide_triton.kernels.tables import Launch, block_counts, divides_exactly, float_bits, make_launch
 from tide_triton.kernels.views import TRITON_DTYPES, UnsupportedDtypeError, check_one_device
 
 #: Bytes on whose bounds ranges and outputs start: the switch adds 16 bytes at a time.
@@ -113,8 +112,7 @@ def _prepare(
 ) -> tuple[Launch, ...]:
     """One launch per dtype among the outputs that have any elements. factors: premultiply and divisor."""
     premultiply, divisor = factors
-    # Within 2^+-64, far from where a reciprocal would be subnormal.
-    by_reciprocal = divisor > 0 and math.frexp(divisor)[0] == 0.5 and abs(math.frexp(divisor)[1]) < 64
+    by_reciprocal = divides_exactly(divisor)
     members: dict[torch.dtype, list[tuple[Source, torch.Tensor]]] = {}
     for source, output in zip(sources, outputs, strict=True):
         if output.numel():

@@ -12,6 +12,7 @@ with any padding to be written, are *edge* blocks. The two are numbered apart, s
 mask (which the compiler vectorises and pipelines) and one with.
 """
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -103,6 +104,15 @@ def float_bits(value: float) -> int:
     """The bits of `value` as float64, as a signed integer: Triton would pass a float argument as fp32."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
     return int(bits)
+
+
+def divides_exactly(divisor: float) -> bool:
+    """Whether dividing by `divisor` is multiplying by its reciprocal: for powers of two.
+
+    Within 2^+-64, far from where a reciprocal would be subnormal.
+    """
+    mantissa, exponent = math.frexp(divisor)
+    return mantissa == 0.5 and abs(exponent) < 64
 
 
 def block_counts(numel: int, written: int, block: int) -> tuple[int, int]:

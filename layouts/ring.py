@@ -10,11 +10,18 @@ Pieces are the same on every rank. Piece k lands in chunk k mod depth, as soon a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tide_triton.layouts.ranges import Range
 from tide_triton.layouts.shards import shard
 from tide_triton.layouts.slots import ALIGNMENT, LandingLayout, align
 from tide_triton.layouts.spec import GroupSpec, SpecError
+
+#: Bytes of a chunk where nobody says otherwise: large enough that few signals are needed, small enough not to matter
+#: beside a slot.
+RING_CHUNK_NBYTES: Final = 64 << 20
+#: Chunks of a ring, likewise: one is filled while another is summed.
+RING_DEPTH: Final = 2
 
 #: Elements to whose multiples shards are cut, where chunks are large enough for it to matter little.
 CUT = 1024

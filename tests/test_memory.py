@@ -1,5 +1,6 @@
 """Memory plans: against what was measured on GPUs, against torch's chunks, and against themselves."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -15,11 +16,10 @@ from rich.console import Console
 
 from tests.layouts.strategies import comparing, group_specs
 from tide_triton.layouts import GroupSpec, SlotLayout, SlotShortageError, SpecError, TensorSpec, Topology
+from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
 from tide_triton.memory import (
     BUFFER_WORLDS,
     COUNTERS,
-    RING_CHUNK_NBYTES,
-    RING_DEPTH,
     MemoryPlan,
     flags_nbytes,
     model_named,
@@ -91,12 +91,13 @@ def test_what_a_third_slot_and_a_ring_were_measured_to_cost_is_what_is_planned()
 # --- what others say too ---
 
 
-def test_defaults_and_counters_are_those_of_windows_and_transports() -> None:
-    from tide_triton import windows
+def test_defaults_and_counters_are_those_of_attach_and_transports() -> None:
+    from tide_triton import attach
     from tide_triton.transports import base
     from tide_triton.transports.device import header_nbytes
 
-    assert (RING_CHUNK_NBYTES, RING_DEPTH) == (windows.RING_CHUNK_NBYTES, windows.RING_DEPTH)
+    told = inspect.signature(attach).parameters
+    assert (told["ring_chunk_nbytes"].default, told["ring_depth"].default) == (RING_CHUNK_NBYTES, RING_DEPTH)
     assert COUNTERS == base.COUNTERS
     assert [flags_nbytes(world) for world in (1, 2, 63, 64, 16384)] == [
         header_nbytes(world) for world in (1, 2, 63, 64, 16384)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tide_triton.all_gather import AllGather
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, Topology, shard
-from tide_triton.layouts.ring import chunk_for
+from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
 from tide_triton.many_nodes import ManyNodes
 from tide_triton.reduce_scatter import ReduceScatter
 from tide_triton.reducers import Reducer, Reduction
@@ -24,7 +24,7 @@ from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import DTYPES, dtype_name
-from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH, Ring, Slot, SlotPool
+from tide_triton.windows import Ring, Slot, SlotPool
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -22,16 +22,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from tide_triton.layouts import GroupSpec, GroupUse, SpecError, TensorSpec, Topology, assign, shard
-from tide_triton.layouts.ring import chunk_for
+from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
 from tide_triton.layouts.slots import align
 from tide_triton.memory_moments import ITEMS, GroupBytes, Item, Moment, Step, sent_with
 from tide_triton.models import MODELS, ModelSpec, block_spec
 from tide_triton.network import NetworkPlan, plan_network
 
-#: What `attach` takes where it is told nothing. `windows.py` has the same and needs torch; a test compares them.
-RING_CHUNK_NBYTES: Final = 64 << 20
-RING_DEPTH: Final = 2
-#: Counters of 32 bits that a window on a GPU has for every rank, likewise (`transports/base.py`).
+#: Counters of 32 bits that a window on a GPU has for every rank. `transports/base.py` has the same and needs torch; a
+#: test compares them.
 COUNTERS: Final = 6
 
 #: Groups gathered ahead of the one that computes: what FSDP2 does in backward by itself.

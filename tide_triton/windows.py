@@ -18,15 +18,9 @@ turn and which the waiting side clears: READY is 1 and WRITTEN the parts that ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from tide_triton.layouts import flat
 from tide_triton.transports import CAPTURED_READY, CAPTURED_WRITTEN, READY, WRITTEN, Mark, Transport, Window
-
-#: Bytes of a chunk of a ring: large enough that few signals are needed, small enough not to matter beside a slot.
-RING_CHUNK_NBYTES: Final = 64 << 20
-#: Chunks of a ring: one is filled while another is summed.
-RING_DEPTH: Final = 2
 
 #: One more than the parts that a turn can have.
 PARTS = 1 << 12

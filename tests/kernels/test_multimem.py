@@ -13,17 +13,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.helpers import DEVICE, assert_only_written, assert_same_bits, poisoned, values
 from tests.kernels.multimem_switch import Switch
 from tests.kernels.test_compile import without_interpreter
 from tide_triton.kernels import Multicast, Tuning, UnsupportedDtypeError, multimem_reference, prepare_multimem
+from tide_triton.kernels.compile import compile_kernel
 from tide_triton.kernels.launch import interpreted, start
 from tide_triton.kernels.multimem import MultimemVariant, _check_switch, _prepare
 from tide_triton.kernels.multimem_kernel import multimem_kernel
@@ -267,16 +265,7 @@ def main() -> None:
     """One line of JSON for `compiled`. Triton must not interpret."""
     found = {}
     for capability, name in [*product((90,), VARIANTS), *product((100,), ON_BLACKWELL)]:
-        variant = VARIANTS[name]
-        tuning = variant.tuning()
-        constants = {**variant.constants(tuning, interpret=False), "TENSORS": 16}
-        runtime = {"table": "*i64", "tensors": "i32", "full_blocks": "i32", "edge_blocks": "i32"}
-        types = {argument: runtime.get(argument, "constexpr") for argument in multimem_kernel.arg_names}
-        kernel = triton.compile(
-            ASTSource(multimem_kernel, types, constexprs=constants, attrs={(0,): [["tt.divisibility", 16]]}),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": tuning.warps, "enable_fp_fusion": False},
-        )
+        kernel = compile_kernel(VARIANTS[name], capability)
         parts = {"ptx": kernel.asm["ptx"], "sass": kernel.asm["sass"], "shared": kernel.metadata.shared}
         found[f"sm_{capability}: {name}"] = parts
     print(json.dumps(found))

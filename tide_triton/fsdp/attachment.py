@@ -33,10 +33,10 @@ from tide_triton.fsdp.options import Options
 from tide_triton.fsdp.params import SlotParam, SlotParamGroup
 from tide_triton.fsdp.reference import StockAllGather, StockReduceScatter
 from tide_triton.fsdp.report import GroupReport, Report
+from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
-from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH
 
 #: Where an attachment is kept: on the model, so that it lives and dies with it.
 _KEY = "_tide_attachment"

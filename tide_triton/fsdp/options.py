@@ -6,7 +6,7 @@ import torch
 
 from tide_triton.errors import AttachError
 from tide_triton.kernels.views import FLOAT_DTYPES
-from tide_triton.windows import RING_CHUNK_NBYTES, RING_DEPTH
+from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,14 +69,9 @@ def _measure(case: step.Case) -> Row:
     experts, note = training.experts_that_work(case.here.device) if case.model.experts else ("none", "")
     row: Row = {"layers": case.layers, "experts": experts, "notes": [note] if note else []}
     outcomes: dict[str, step.Outcome] = {}
-    for name in VARIANTS:
-        if name == "symm" and case.zero.why_not is not None:
-            row["notes"].append(f"symm: {case.zero.why_not}")
-            continue
-        outcome = step.tried(case, name, functools.partial(step.train, case, name, experts, TIDE.get(name)), row)
-        if outcome is not None:
-            outcomes[name] = outcome
-            case.here.say(f"      {name}: {outcome.reserved_gib:.2f} GiB held, {outcome.peak_gib:.2f} at the peak")
+    for name, outcome in step.trained(case, VARIANTS, TIDE, experts, row):
+        outcomes[name] = outcome
+        case.here.say(f"      {name}: {outcome.reserved_gib:.2f} GiB held, {outcome.peak_gib:.2f} at the peak")
     row["held_gib"] = {name: o.reserved_gib for name, o in outcomes.items()}
     row["peak_gib"] = {name: o.peak_gib for name, o in outcomes.items()}
     row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}

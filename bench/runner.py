@@ -40,25 +40,12 @@ class Options:
 
 def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Row]:
     """The rows of `benchmark` on this rank."""
-    if benchmark == "step":
-        yield from step.run(
-            here,
-            cases.models_named(options.models),
-            options.tokens or cases.STEP_TOKENS,
-            options.transport,
-            layers=options.layers,
-            steps=options.steps,
-            variants=options.variants,
-        )
-        return
-    if benchmark == "memory":
-        yield from memory.run(
-            here,
-            cases.models_named(options.models),
-            options.tokens or cases.STEP_TOKENS,
-            options.transport,
-            layers=options.layers,
-        )
+    if benchmark in ("step", "memory"):
+        trained = (here, cases.models_named(options.models), options.tokens or cases.STEP_TOKENS, options.transport)
+        if benchmark == "memory":
+            yield from memory.run(*trained, layers=options.layers)
+        else:
+            yield from step.run(*trained, layers=options.layers, steps=options.steps, variants=options.variants)
         return
     timer = Timer(here)
     if benchmark == "kernels":

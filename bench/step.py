@@ -160,19 +160,13 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     notes += [f"compared without strict determinism: {why_not}"] if why_not else []
     row: Row = {"experts": experts, "attention": "flash", "deterministic": not why_not, "notes": notes}
     case = replace(case, strict=not why_not)
+    wanted = [v for v in ("floor", "stock", *TIDE, "symm") if v in variants]
+    row |= {f"{variant}_ms": None for variant in wanted}
     outcomes: dict[str, Outcome] = {}
-    for variant in [v for v in ("floor", "stock", *TIDE, "symm") if v in variants]:
-        row[f"{variant}_ms"] = None
-        if variant == "symm" and case.zero.why_not is not None:
-            row["notes"].append(f"symm: {case.zero.why_not}")
-            continue
-        outcome = tried(
-            case, variant, functools.partial(train, case, variant, experts, TIDE.get(variant), compare=True), row
-        )
-        if outcome is not None:
-            outcomes[variant] = outcome
-            row |= outcome.timing.as_row(variant)
-            case.here.say(f"      {variant}: {outcome.timing.ms:.1f} ms, {outcome.peak_gib:.1f} GiB")
+    for variant, outcome in trained(case, wanted, TIDE, experts, row, compare=True):
+        outcomes[variant] = outcome
+        row |= outcome.timing.as_row(variant)
+        case.here.say(f"      {variant}: {outcome.timing.ms:.1f} ms, {outcome.peak_gib:.1f} GiB")
     row["peak_gib"] = {name: o.peak_gib for name, o in outcomes.items()}
     row["reserved_gib"] = {name: o.reserved_gib for name, o in outcomes.items()}
     row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}
@@ -193,7 +187,30 @@ def _case(case: Case, variants: Sequence[str]) -> Row:
     return row | _ratios(row)
 
 
-def tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -> Outcome | None:
+def trained(
+    case: Case,
+    variants: Sequence[str],
+    attach: Mapping[str, dict[str, Any]],
+    experts: str,
+    row: Row,
+    *,
+    compare: bool = False,
+) -> Iterator[tuple[str, Outcome]]:
+    """Train `variants`, one after the other; `row` says which could not be, and why.
+
+    attach: options of TIDE, by variant. compare: fingerprint gradients first.
+    """
+    for variant in variants:
+        if variant == "symm" and case.zero.why_not is not None:
+            row["notes"].append(f"symm: {case.zero.why_not}")
+            continue
+        measure = functools.partial(_train, case, variant, experts, attach.get(variant), compare=compare)
+        outcome = _tried(case, variant, measure, row)
+        if outcome is not None:
+            yield variant, outcome
+
+
+def _tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -> Outcome | None:
     """What `measure` returns; where it raises, the row says so and the other variants go on."""
     try:
         return measure()
@@ -222,9 +239,7 @@ def _ratios(row: Row) -> Row:
 # --- the variants ---
 
 
-def train(
-    case: Case, variant: str, experts: str, attach: dict[str, Any] | None = None, *, compare: bool = False
-) -> Outcome:
+def _train(case: Case, variant: str, experts: str, attach: dict[str, Any] | None, *, compare: bool) -> Outcome:
     """Train `variant`. attach: options of TIDE, None for the others. compare: fingerprint gradients first."""
     if attach is not None:
         # From the third backward on gradients may be sent as they come.

@@ -231,26 +231,19 @@ class Step:
         being_read = b.nbytes if self.layers > 1 else 0
         coming = max(*b.gradients, min(b.nbytes, limit)) if self.layers > 1 else b.nbytes
 
-        def moment(name: str, reduced: int, *, gradients: int = 0, root: bool = False) -> Moment:
-            return self._moment(name, reduced, {**windows, "gradients": gradients}, root=root)
-
-        moments = [
-            moment("forward", 0),
-            moment(
-                "backward: block 0's first gradient comes, block 1's are being read",
+        backward = {
+            "backward: block 0's first gradient comes, block 1's are being read": (
                 self.layers - 1,
-                gradients=being_read + coming + before,
+                being_read + coming + before,
             ),
-            moment("backward: block 0 reduces", self.layers, gradients=b.nbytes + before),
-        ]
+            "backward: block 0 reduces": (self.layers, b.nbytes + before),
+        }
         if self.has_embedding:
-            name = "backward: the embedding's gradient comes, block 0's are being read"
-            moments.append(moment(name, self.layers, gradients=b.nbytes + r.nbytes))
-        return (
-            *moments,
-            moment("backward: the root reduces", self.layers, gradients=r.nbytes, root=True),
-            moment("optimizer", self.layers, root=True),
-        )
+            backward["backward: the embedding's gradient comes, block 0's are being read"] = (
+                self.layers,
+                b.nbytes + r.nbytes,
+            )
+        return self._tide(windows, backward)
 
     def early(self, windows: Mapping[Item, int], limit: int, block_sent: Sequence[int]) -> tuple[Moment, ...]:
         """TIDE's, where each gradient of a block leaves as autograd produces it, and the root's at the end.
@@ -269,19 +262,25 @@ class Step:
         # Nothing more comes at the end: what is there then is still being read.
         *alive, being_read = in_flight([*coming, (0, len(coming))], limit)
 
-        def moment(name: str, reduced: int, *, gradients: int = 0, root: bool = False) -> Moment:
+        passing = max(alive[-len(order) :]) + before
+        backward = {"backward: block 0's gradients pass": (self.layers, passing)}
+        if self.has_embedding:
+            backward["backward: the embedding's gradient comes, block 0's last are being read"] = (
+                self.layers,
+                being_read + r.nbytes,
+            )
+        return self._tide(windows, backward)
+
+    def _tide(self, windows: Mapping[Item, int], backward: Mapping[str, tuple[int, int]]) -> tuple[Moment, ...]:
+        """TIDE's moments. backward: by name, how many blocks have sharded gradients, and bytes of gradients."""
+
+        def moment(name: str, reduced: int, gradients: int = 0, *, root: bool = False) -> Moment:
             return self._moment(name, reduced, {**windows, "gradients": gradients}, root=root)
 
-        moments = [
-            moment("forward", 0),
-            moment("backward: block 0's gradients pass", self.layers, gradients=max(alive[-len(order) :]) + before),
-        ]
-        if self.has_embedding:
-            name = "backward: the embedding's gradient comes, block 0's last are being read"
-            moments.append(moment(name, self.layers, gradients=being_read + r.nbytes))
         return (
-            *moments,
-            moment("backward: the root reduces", self.layers, gradients=r.nbytes, root=True),
+            moment("forward", 0),
+            *(moment(name, reduced, gradients) for name, (reduced, gradients) in backward.items()),
+            moment("backward: the root reduces", self.layers, self.root.nbytes, root=True),
             moment("optimizer", self.layers, root=True),
         )
 

@@ -41,6 +41,24 @@ def part(tensor: TensorSpec, world: int, rank: int, of: torch.Tensor) -> torch.T
     return of.new_empty(shard(tensor, world, rank).shape)
 
 
+def gathered_wrong(collectives: Collectives, shards: list[torch.Tensor], sources: list[torch.Tensor]) -> str:
+    """What an all-gather of `shards` has got wrong of `sources`, in a poisoned slot; "" for nothing.
+
+    Whatever an earlier turn left must be overwritten, and what lies between tensors must not.
+    """
+    memory = collectives._slot.window.memory
+    memory.fill_(0xFF)
+    gathered = collectives.all_gather(shards)
+    covered = torch.zeros_like(memory, dtype=torch.bool)
+    for source, got, place in zip(sources, gathered, collectives._gather.layout.places, strict=True):
+        if not torch.equal(got, source.to(DTYPES[place.tensor.dtype])):
+            return f"{place.tensor} gathered wrong"
+        covered[place.offset : place.offset + place.nbytes] = True
+    if not bool((memory[~covered] == 0xFF).all()):
+        return "bytes between tensors were written"
+    return ""
+
+
 def gather_and_reduce(
     rank: int, world: int, seed: int, device: str = "cpu", transport: Any = "auto", topology: Topology | None = None
 ) -> str:
@@ -56,19 +74,8 @@ def gather_and_reduce(
         for turn in range(2):
             sources = [whole(t, 100 * seed + 10 * turn + i).to(on) for i, t in enumerate(spec.tensors)]
             shards = [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]
-            # Whatever an earlier turn left must be overwritten, and what lies between tensors must not.
-            memory = collectives._slot.window.memory
-            memory.fill_(0xFF)
-            gathered = collectives.all_gather(shards)
-            covered = torch.zeros_like(memory, dtype=torch.bool)
-            for tensor, source, got, place in zip(
-                spec.tensors, sources, gathered, collectives._gather.layout.places, strict=True
-            ):
-                if not torch.equal(got, source.to(DTYPES[tensor.dtype])):
-                    return f"{tensor} gathered wrong"
-                covered[place.offset : place.offset + place.nbytes] = True
-            if not bool((memory[~covered] == 0xFF).all()):
-                return "bytes between tensors were written"
+            if wrong := gathered_wrong(collectives, shards, sources):
+                return wrong
 
             for dtype in (torch.bfloat16, torch.float32):
                 grads = [

@@ -21,7 +21,7 @@ import tide_triton
 from tests.fsdp.models import BF16, FP16, FULL, MIXED, Model, grid, line, seeded, sharded
 from tests.fsdp.parity import Loop, Row, difference, rows_of, train
 from tests.ranks import RankPools, fresh_ranks
-from tests.test_collectives import part, random_spec, whole
+from tests.test_collectives import gathered_wrong, part, random_spec, whole
 from tide_triton import Collectives, collectives, hierarchical_steps, rail_gather
 from tide_triton.errors import AbortedError, AttachError, MismatchError, PeerLostError
 from tide_triton.fsdp.reference import reduce_in_rank_order
@@ -80,18 +80,9 @@ def gather_and_reduce(rank: int, world: int, topology: Topology, seed: int, wire
     with opened(spec, topology, nbytes, depth, wire_dtype=wire) as both:
         for turn in range(3):
             sources = [whole(t, 100 * seed + 10 * turn + i) for i, t in enumerate(spec.tensors)]
-            memory = both._slot.window.memory
-            memory.fill_(0xFF)
-            gathered = both.all_gather([part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)])
-            covered = torch.zeros_like(memory, dtype=torch.bool)
-            for tensor, source, got, place in zip(
-                spec.tensors, sources, gathered, both._gather.layout.places, strict=True
-            ):
-                if not torch.equal(got, source.to(DTYPES[tensor.dtype])):
-                    return f"{tensor} gathered wrong in turn {turn}"
-                covered[place.offset : place.offset + place.nbytes] = True
-            if not bool((memory[~covered] == 0xFF).all()):
-                return "bytes between tensors were written"
+            shards = [part(t, world, rank, s) for t, s in zip(spec.tensors, sources, strict=True)]
+            if wrong := gathered_wrong(both, shards, sources):
+                return f"{wrong} in turn {turn}"
 
             for dtype in (torch.bfloat16, torch.float32):
                 grads = [

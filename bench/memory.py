@@ -7,10 +7,12 @@ One row per model and number of tokens: model, layers, tokens, and by variant (t
     peak_gib      what was allocated of it at its peak, and windows
     windows_gib   windows alone
     planned_gib   the plan's peak, without activations
-    step_ms       time of a step, for what memory costs
+    step_ms       time of a step
 
-and held_below_stock_gib {variant: how much less is in use than under stock FSDP2}. Then one row per model and number of
-GPUs for the buffer of the reduce-scatter: model, gpus, ring_bytes, flag_bytes.
+held_below_stock_gib {variant: how much less is in use than under stock FSDP2}, and what Slot-Reuse costs in time:
+turns_ms {tide, tide_ring: median step of one model that trains with and without it by turns, so that drift and where
+the allocator put things meet both}, slot_over_ring their ratio. Then one row per model and number of GPUs for the
+buffer of the reduce-scatter: model, gpus, ring_bytes, flag_bytes.
 """
 
 import functools
@@ -35,6 +37,9 @@ VARIANTS = ("stock", "symm", *TIDE)
 
 _GIB = 1 << 30
 _STEPS = 3
+#: Of which two the step's time is compared by turns, and how often each has its turn.
+_BY_TURNS = ("tide", "tide_ring")
+_ROUNDS = 3
 
 
 def run(
@@ -71,15 +76,26 @@ def _measure(case: step.Case) -> Row:
     outcomes: dict[str, step.Outcome] = {}
     for name, outcome in step.trained(case, VARIANTS, TIDE, experts, row):
         outcomes[name] = outcome
-        case.here.say(f"      {name}: {outcome.reserved_gib:.2f} GiB held, {outcome.peak_gib:.2f} at the peak")
-    row["held_gib"] = {name: o.reserved_gib for name, o in outcomes.items()}
-    row["peak_gib"] = {name: o.peak_gib for name, o in outcomes.items()}
+        if case.here.is_cuda:
+            case.here.say(f"      {name}: {outcome.reserved_gib:.2f} GiB held, {outcome.peak_gib:.2f} at the peak")
+    if case.here.is_cuda:
+        row |= _held(outcomes)
+    else:
+        row["notes"].append("no GPU: memory in use was not measured")
     row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}
     row["step_ms"] = {name: o.timing.ms for name, o in outcomes.items()}
     row["planned_gib"] = _planned(case)
-    if "stock" in outcomes:
-        stock = outcomes["stock"].reserved_gib
-        row["held_below_stock_gib"] = {name: stock - o.reserved_gib for name, o in outcomes.items() if name != "stock"}
+    turns = step.by_turns(case, {name: TIDE[name] for name in _BY_TURNS}, experts, rounds=_ROUNDS)
+    row["turns_ms"] = turns
+    row["slot_over_ring"] = turns["tide"] / turns["tide_ring"]
+    return row
+
+
+def _held(outcomes: Mapping[str, step.Outcome]) -> Row:
+    held = {name: o.reserved_gib for name, o in outcomes.items()}
+    row: Row = {"held_gib": held, "peak_gib": {name: o.peak_gib for name, o in outcomes.items()}}
+    if "stock" in held:
+        row["held_below_stock_gib"] = {name: held["stock"] - own for name, own in held.items() if name != "stock"}
     return row
 
 

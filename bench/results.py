@@ -45,7 +45,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "memory": (
         *("model", "tokens", "gpus", "held_below_stock_gib", "held_gib", "peak_gib", "planned_gib", "windows_gib"),
-        *("step_ms", "ring_bytes", "flag_bytes"),
+        *("slot_over_ring", "step_ms", "ring_bytes", "flag_bytes"),
     ),
 }
 

@@ -42,7 +42,7 @@ from bench import baselines, cases, training
 from bench.baselines import ZeroCta
 from bench.ranks import TIMEOUT_S, Here
 from bench.results import Row, attempt
-from bench.timing import Timing, percentile
+from bench.timing import Timing, percentile, slowest
 from tide_triton.models import ModelSpec
 from tide_triton.transports.select import TransportName
 
@@ -316,29 +316,65 @@ def _tide(case: Case, experts: str, attach: dict[str, Any], *, checks: int) -> O
 
     mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
     model = _sharded(case, experts, mesh)
-    tide_triton.attach(model, transport=case.transport, strict=True, timeout_s=TIMEOUT_S, **attach)
-    try:
+    with _attached(case, model, attach):
         outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes, checks=checks)
         report = tide_triton.report(model, quiet=True)
+    if report.gather.layout_copy_bytes or report.reduce.layout_copy_bytes or report.slots_grown:
+        case.here.say(str(report))
+    return outcome
+
+
+@contextlib.contextmanager
+def _attached(case: Case, model: training.Stack, options: dict[str, Any]) -> Iterator[None]:
+    """`model` under TIDE. options: of `attach`."""
+    import tide_triton
+
+    tide_triton.attach(model, transport=case.transport, strict=True, timeout_s=TIMEOUT_S, **options)
+    try:
+        yield
     except BaseException:
         # Windows must go; a model that stopped half way through a step may refuse.
         with contextlib.suppress(Exception):
             tide_triton.detach(model)
         raise
     tide_triton.detach(model)
-    if report.gather.layout_copy_bytes or report.reduce.layout_copy_bytes or report.slots_grown:
-        case.here.say(str(report))
-    return outcome
 
 
 def _trained(case: Case, model: training.Stack, windows: Callable[[], int], *, checks: int) -> Outcome:
+    return _measured(case, model, _updating(model), windows, checks=checks)
+
+
+def _updating(model: training.Stack) -> Callable[[], None]:
+    """What comes after backward."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def after_backward() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return _measured(case, model, after_backward, windows, checks=checks)
+    return after_backward
+
+
+def by_turns(case: Case, attach: Mapping[str, dict[str, Any]], experts: str, *, rounds: int) -> dict[str, float]:
+    """Milliseconds of a step under each of `attach`: the slowest rank's median over `rounds` turns of one model."""
+    mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
+    model = _sharded(case, experts, mesh)
+    after_backward, inputs = _updating(model), _inputs(case)
+
+    def step() -> None:
+        model(*inputs).backward()
+        after_backward()
+
+    times: dict[str, list[float]] = {variant: [] for variant in attach}
+    with training.flash_attention(case.here.device):
+        for _ in range(rounds):
+            for variant, options in attach.items():
+                with _attached(case, model, options):
+                    for _ in range(_WARMUP):
+                        step()
+                    case.here.barrier()
+                    times[variant] += _times(case.here, case.steps, step)[0]
+    return dict(zip(times, case.here.largest([percentile(of, 50) for of in times.values()]), strict=True))
 
 
 # --- measuring ---
@@ -380,7 +416,7 @@ def _measured(
         here.barrier()
         if here.is_cuda:
             torch.cuda.reset_peak_memory_stats(here.device)
-        timing = _times(here, case.steps, step)
+        timing = slowest(here, *_times(here, case.steps, step))
     peak = torch.cuda.max_memory_allocated(here.device) if here.is_cuda else 0
     reserved = torch.cuda.max_memory_reserved(here.device) if here.is_cuda else 0
     held = windows()
@@ -390,8 +426,8 @@ def _measured(
     return Outcome(timing, peak_gib, reserved_gib, windows_gib, losses, prints[0] if prints else [], same)
 
 
-def _times(here: Here, steps: int, step: Callable[[], object]) -> Timing:
-    """The slowest rank's median over `steps` steps, one right after the other."""
+def _times(here: Here, steps: int, step: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Milliseconds of each of `steps` steps, one right after the other, and microseconds of the host."""
     hosts, marks = [], []
     for index in range(steps + 1):
         if here.is_cuda:
@@ -406,9 +442,7 @@ def _times(here: Here, steps: int, step: Callable[[], object]) -> Timing:
             hosts.append((time.perf_counter() - begin) * 1e6)
     here.synchronize()
     times = [a.elapsed_time(b) if here.is_cuda else (b - a) * 1e3 for a, b in itertools.pairwise(marks)]
-    return Timing(
-        *here.largest([percentile(times, 50), percentile(times, 20), percentile(times, 80), percentile(hosts, 50)])
-    )
+    return times, hosts
 
 
 def fingerprint(tensor: torch.Tensor | None) -> tuple[int, int]:

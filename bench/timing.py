@@ -85,7 +85,7 @@ class Timer:
                 ms, host = self._once(function, min(host_ms[name], 20.0))
                 times[name].append(ms)
                 hosts[name].append(host * 1e6)
-        return {name: self._slowest(times[name], hosts[name]) for name in functions}
+        return {name: slowest(self._here, times[name], hosts[name]) for name in functions}
 
     def _once(self, function: Callable[[], object], host_ms: float) -> tuple[float, float]:
         """Milliseconds on the stream and seconds of the host."""
@@ -106,9 +106,9 @@ class Timer:
         torch.cuda.synchronize(self._here.device)
         return start.elapsed_time(end), host
 
-    def _slowest(self, times: Sequence[float], hosts: Sequence[float]) -> Timing:
-        return Timing(
-            *self._here.largest(
-                [percentile(times, 50), percentile(times, 20), percentile(times, 80), percentile(hosts, 50)]
-            )
-        )
+
+def slowest(here: Here, times: Sequence[float], hosts: Sequence[float]) -> Timing:
+    """What the slowest rank took. times: milliseconds, on this rank. hosts: microseconds, of its host."""
+    return Timing(
+        *here.largest([percentile(times, 50), percentile(times, 20), percentile(times, 80), percentile(hosts, 50)])
+    )

@@ -161,3 +161,17 @@ def pacing_for(topology: Topology, specs: Sequence[GroupSpec] | None, nbytes: in
         sizes = (sum(own.padded_numel * max(own.tensor.itemsize, 4) for own in of_group) for of_group in shards)
         room = min(room, align(max(sizes, default=0)))
     return Pacing(max(room, ALIGNMENT), depth)
+
+
+#: In how many chunks a gather's block goes at most. Each costs two signals' way over the rail; inside a chunk, what has
+#: been cast goes at once, and what forwards it lags behind by one.
+BLOCK_CHUNKS: Final = 4
+
+
+def gather_pacing(topology: Topology, block_nbytes: int, nbytes: int, depth: int) -> Pacing:
+    """`pacing_for`, with chunks of at least a part in `BLOCK_CHUNKS` of a block of `block_nbytes` bytes.
+
+    A gather's chunks lie at their final places, so that they take no memory, however large they are.
+    """
+    pacing = pacing_for(topology, None, nbytes, depth)
+    return Pacing(max(pacing.chunk_nbytes, align(-(-block_nbytes // BLOCK_CHUNKS))), depth)

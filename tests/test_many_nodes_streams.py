@@ -65,6 +65,9 @@ class _Script:
         self.dtype = draw.choice([torch.bfloat16, torch.float32])
         self.wire = draw.choice([None, torch.bfloat16])
         self.pacing = Pacing(32, draw.randint(1, 3))
+        # The gather's chunks may be larger, so that several pieces of the own part go into one.
+        self.gather_pacing = Pacing(draw.choice([32, 96, 480]), self.pacing.depth)
+        self.smallest_piece = draw.choice([None, 1, 24])
         self.cluster = Cluster(self.world, in_order=in_order)
         self.ranks: dict[int, _Rank] = {}
         self.wrong: list[str] = []
@@ -88,7 +91,7 @@ class _Script:
         self.ranks[rank] = _Rank(
             pool.add(layout.nbytes, "0", "a slot"),
             pool.add(rings_nbytes(self.topology, self.pacing), "0", "the rings"),
-            RailAllGather(layout, rank, self.topology, self.pacing),
+            RailAllGather(layout, rank, self.topology, self.gather_pacing, smallest_piece=self.smallest_piece),
             HierarchicalReduceScatter(landing, rank, self.topology, self.pacing, self.wire),
         )
 

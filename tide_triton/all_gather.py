@@ -73,20 +73,17 @@ class AllGather:
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._go_in(gather_pieces(layout, smallest_piece))
+        self._pieces = gather_pieces(layout, smallest_piece)
+        #: What this rank puts to each peer, from its own slot, by piece.
+        self.copies = tuple(self._copies_of(piece, self.rank) for piece in self._pieces)
         self._wire_nbytes = sum(region.nbytes for region in self.regions)
         self._programs: Programs[_Program] = Programs()
         #: What graphs have captured, which they need as long as they are replayed.
         self._captured: list[_Program] = []
 
-    def _go_in(self, pieces: Sequence[Sequence[int]]) -> None:
-        """Fill the slot in `pieces`, each of them indices of tensors."""
-        self._pieces = pieces
-        #: What this rank puts to each peer, from its own slot, by piece.
-        self.copies = tuple(self._copies_of(piece) for piece in pieces)
-
-    def _copies_of(self, piece: Sequence[int]) -> tuple[Copy, ...]:
-        regions = [self.regions[index] for index in piece]
+    def _copies_of(self, piece: Sequence[int], rank: int) -> tuple[Copy, ...]:
+        """What of `piece` rank `rank`'s block is, from a slot to another."""
+        regions = [self.layout.region(index, rank) for index in piece]
         return merge(copy for region in regions if (copy := between(region, region)) is not None)
 
     def start(

@@ -96,7 +96,7 @@ class Collectives:
         self._ring: Ring | Slot
         if topology is not None and topology.nodes > 1:
             self._nodes = ManyNodes(topology, RING_CHUNK_NBYTES, RING_DEPTH, wire_dtype)
-            self._gather = self._nodes.gatherer(SlotLayout(spec), self.rank)
+            self._gather = self._nodes.gatherer(SlotLayout(spec), self.rank, chosen.piece_nbytes)
         else:
             self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
         try:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from tide_triton.hierarchical_reduce import HierarchicalReduceScatter, rings_nbytes
-from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, Topology
-from tide_triton.layouts.pacing import pacing_for
+from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, Topology, block_sizes
+from tide_triton.layouts.pacing import gather_pacing, pacing_for
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.windows import Slot, SlotPool
 
@@ -15,7 +15,7 @@ class ManyNodes:
     """The ranks of one transport as the nodes of `topology`, and the rings that their reductions share.
 
     chunk_nbytes, depth: rings hold `depth` chunks of each kind and take `depth` * `chunk_nbytes` bytes at most;
-    all-gathers go in chunks of the same size, `depth` at once.
+    all-gathers go in chunks of `layouts.pacing.gather_pacing`, `depth` at once.
     wire: as for `HierarchicalReduceScatter`.
     """
 
@@ -25,10 +25,10 @@ class ManyNodes:
         self._nbytes, self._depth = chunk_nbytes, depth
         self._rings: tuple[Slot, Pacing] | None = None
 
-    def gatherer(self, layout: SlotLayout, rank: int) -> RailAllGather:
-        """The all-gather of one group on rank `rank`."""
-        # Blocks lie at their final places, so that chunks take no memory and may be larger than any block.
-        return RailAllGather(layout, rank, self.topology, pacing_for(self.topology, None, self._nbytes, self._depth))
+    def gatherer(self, layout: SlotLayout, rank: int, smallest_piece: int | None = None) -> RailAllGather:
+        """The all-gather of one group on rank `rank`. smallest_piece: as for `AllGather`, the same on all ranks."""
+        pacing = gather_pacing(self.topology, max(block_sizes(layout)), self._nbytes, self._depth)
+        return RailAllGather(layout, rank, self.topology, pacing, smallest_piece=smallest_piece)
 
     def reducer(self, landing: LandingLayout, rank: int, ctas: int | None = None) -> HierarchicalReduceScatter:
         """The reduce-scatter of one group on rank `rank`, through `rings`, which must be there."""

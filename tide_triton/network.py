@@ -6,7 +6,7 @@ Figures are of one GPU, that with the largest shards, and of one gather or reduc
 from dataclasses import dataclass
 
 from tide_triton.layouts import GroupSpec, Hierarchy, Load, Pacing, Topology, gather_load, reduce_load, shard
-from tide_triton.layouts.pacing import pacing_for
+from tide_triton.layouts.pacing import gather_pacing, pacing_for
 
 #: The dtype of parameters and gradients on the wire.
 _WIRE = "bfloat16"
@@ -34,13 +34,14 @@ def plan_network(
     chunk_nbytes, depth: `ring_chunk_nbytes` and `ring_depth` of attach. wire: its `wire_dtype`, by name.
     """
     shards = [shard(tensor, block.world_size, 0) for tensor in block.tensors]
-    in_gather = pacing_for(topology, None, chunk_nbytes, depth)
+    block_nbytes = sum(own.nbytes for own in shards)
+    in_gather = gather_pacing(topology, block_nbytes, chunk_nbytes, depth)
     in_reduction = pacing_for(topology, [block], chunk_nbytes, depth)
     hierarchy = Hierarchy(topology, in_reduction, _WIRE, wire)
     return NetworkPlan(
         in_gather,
         in_reduction,
         hierarchy.partial_dtype,
-        gather_load(topology, sum(own.nbytes for own in shards), in_gather),
+        gather_load(topology, block_nbytes, in_gather),
         reduce_load(hierarchy, sum(own.numel for own in shards)),
     )

@@ -16,8 +16,8 @@ each link once.
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -25,6 +25,7 @@ from tide_triton.all_gather import AllGather, CastShards, Gathering, fill_key
 from tide_triton.kernels.launch import Prepared
 from tide_triton.layouts import (
     ChunkPut,
+    Copy,
     Pacing,
     Receipt,
     SlotLayout,
@@ -34,14 +35,12 @@ from tide_triton.layouts import (
     arrivals,
     block_sizes,
     cut,
-    gather_copies,
     in_turn,
     local_queue,
     local_receipts,
     rail_queue,
     rail_receipts,
 )
-from tide_triton.layouts.pieces import growing
 from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn
 from tide_triton.programs import Programs
@@ -50,23 +49,34 @@ from tide_triton.transports import Lane, Mark, Put
 from tide_triton.windows import PARTS, Slot
 
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
+#: What a step puts, each after a piece of the own part; nothing for a receipt.
+_Puts = tuple[tuple[int, Put], ...]
 
 
 class RailAllGather(AllGather):
     """The all-gather of one group on rank `rank` of `topology`, whatever slot it moves through.
 
     pacing: chunks, and how many are under way at once; they are made larger where a turn could not count them.
+    smallest_piece: as for `AllGather`, and the same on all ranks: blocks go in the order of pieces.
 
     Raises SpecError where the topology has other ranks than the layout.
     """
 
-    def __init__(self, layout: SlotLayout, rank: int, topology: Topology, pacing: Pacing) -> None:
+    def __init__(
+        self,
+        layout: SlotLayout,
+        rank: int,
+        topology: Topology,
+        pacing: Pacing,
+        *,
+        smallest_piece: int | None = None,
+    ) -> None:
         if topology.world_size != layout.spec.world_size:
             raise SpecError(
                 f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
                 f"{layout.spec.world_size} ranks"
             )
-        super().__init__(layout, rank)
+        super().__init__(layout, rank, smallest_piece=smallest_piece)
         sizes = block_sizes(layout)
         self.topology = topology
         self.pacing = countable(pacing, topology, max(sizes))
@@ -77,21 +87,12 @@ class RailAllGather(AllGather):
             "gather": in_turn(local, local_receipts(*arguments)),
         }
         self._sources = {wait.rank: wait.count for wait in arrivals(*arguments)}
-        self._chunks = {
-            block: tuple(tuple(copy for _, copy in parts) for parts in cut(gather_copies(layout, block), self._chunk))
-            for block in topology.rail(topology.gpu(rank))
-        }
-        #: The own part is filled piece by piece, in the order in which its chunks leave.
-        sizes_here = [region.nbytes for region in self.regions]
-        self._go_in(growing(range(len(sizes_here)), sizes_here, self._chunk))
-        ends = [max(self.regions[index].end for index in piece) for piece in self._pieces]
-        own = self._chunks[rank]
-        #: After which piece each chunk of the own block is there.
-        self._piece_of = [bisect_left(ends, max(copy.src.end for copy in copies)) for copies in own]
+        #: By block and chunk: its copies, those of the own part by the piece that they wait for.
+        self._chunks = {block: self._parts(block) for block in topology.rail(topology.gpu(rank))}
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
         self.rail_nbytes = sum(put.nbytes for put in rail.puts)
         self.local_nbytes = sum(put.nbytes for put in local.puts)
-        self._prepared: Programs[dict[Lane, list[Put | None]]] = Programs()
+        self._prepared: Programs[dict[Lane, list[_Puts]]] = Programs()
         self._fills: Programs[list[tuple[Prepared | None, Put | None]]] = Programs()
 
     @property
@@ -135,8 +136,8 @@ class RailAllGather(AllGather):
         traffic.zero_copy += 1
         return Gathering(paced.turn)
 
-    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[Put | None], filled: Sequence[Mark | None]) -> None:
-        """The steps of `lane`, which is the current one. puts: by step, None for a receipt. filled: by own piece."""
+    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_Puts], filled: Sequence[Mark | None]) -> None:
+        """The steps of `lane`, which is the current one. puts: by step. filled: by piece of the own part."""
         transport = paced.turn.slot.transport
         after = 0
         for step, prepared in zip(self._steps[lane], puts, strict=True):
@@ -146,28 +147,42 @@ class RailAllGather(AllGather):
                     paced.acknowledge(step.source, step.number)
                 continue
             put, credit = step
-            if put.block == self.rank and self._piece_of[put.chunk] >= after:
-                transport.after(filled[self._piece_of[put.chunk]])
-                after = self._piece_of[put.chunk] + 1
             paced.greet(lane, put.peer)
             for wait in (put.waits_for, credit):
                 if wait is not None:
                     paced.wait(lane, wait)
-            assert prepared is not None
-            transport.put(prepared)
+            for piece, part in prepared:
+                if put.block == self.rank and piece >= after:
+                    transport.after(filled[piece])
+                    after = piece + 1
+                transport.put(part)
             paced.publish(put.peer, put.number)
+
+    def _parts(self, block: int) -> tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]:
+        by_piece = [self._copies_of(piece, block) for piece in self._pieces]
+        piece_of = [number if block == self.rank else 0 for number, copies in enumerate(by_piece) for _ in copies]
+        chunks = cut([copy for copies in by_piece for copy in copies], self._chunk)
+        return tuple(
+            tuple(
+                (piece, tuple(copy for _, copy in parts))
+                for piece, parts in groupby(chunk, key=lambda part: piece_of[part[0]])
+            )
+            for chunk in chunks
+        )
 
     # --- what is prepared ---
 
-    def _prepare_all(self, slot: Slot) -> dict[Lane, list[Put | None]]:
+    def _prepare_all(self, slot: Slot) -> dict[Lane, list[_Puts]]:
         memory, transport = slot.window.memory, slot.transport
 
-        def prepare(step: tuple[ChunkPut, Wait | None] | Receipt) -> Put | None:
+        def prepare(step: tuple[ChunkPut, Wait | None] | Receipt) -> _Puts:
             if isinstance(step, Receipt):
-                return None
+                return ()
             put, _ = step
-            moves = [(memory, copy) for copy in self._chunks[put.block][put.chunk]]
-            return transport.prepare(slot.window, put.peer, moves)
+            return tuple(
+                (piece, transport.prepare(slot.window, put.peer, [(memory, copy) for copy in copies]))
+                for piece, copies in self._chunks[put.block][put.chunk]
+            )
 
         return {lane: [prepare(step) for step in steps] for lane, steps in self._steps.items()}
 
@@ -197,5 +212,5 @@ def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
     return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)
 
 
-def _are_reusable(puts: dict[Lane, list[Put | None]]) -> bool:
-    return all(put is None or put.is_reusable for of_lane in puts.values() for put in of_lane)
+def _are_reusable(puts: dict[Lane, list[_Puts]]) -> bool:
+    return all(put.is_reusable for of_lane in puts.values() for parts in of_lane for _, put in parts)

@@ -86,9 +86,10 @@ class Domain:
 
     def gatherer(self, layout: SlotLayout) -> AllGather:
         """The all-gather of a group that is laid out so."""
+        smallest = self.transport.piece_nbytes
         if self._nodes is not None:
-            return self._nodes.gatherer(layout, self.transport.rank)
-        return AllGather(layout, self.transport.rank, smallest_piece=self.transport.piece_nbytes)
+            return self._nodes.gatherer(layout, self.transport.rank, smallest)
+        return AllGather(layout, self.transport.rank, smallest_piece=smallest)
 
     def reducer(self, landing: LandingLayout, ctas: int) -> Reducer:
         """The reduce-scatter of a group whose gradients land so."""

@@ -52,12 +52,19 @@ class NcclTransport(DeviceTransport):
 
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         own = self._nccl.torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        window = self._communicator.register_window(own, self._nccl.WindowFlag.COLL_SYMMETRIC)
-        if not window.handle:
-            raise TideError(f"NCCL registered no window of {nbytes} bytes on {self.device}: windows are not supported")
+        window = self._register(self._communicator, own)
         addresses = tuple(self._address(window, peer) for peer in range(self.world_size))
         # A window keeps nothing alive, and must be closed before its memory goes.
         return SymmetricMemory(own, addresses, Registered(window, own))
+
+    def _register(self, communicator: Any, own: torch.Tensor) -> Any:
+        """A window of `communicator` over `own`; every rank calls this at once."""
+        window = communicator.register_window(own, self._nccl.WindowFlag.COLL_SYMMETRIC)
+        if not window.handle:
+            raise TideError(
+                f"NCCL registered no window of {own.numel()} bytes on {self.device}: windows are not supported"
+            )
+        return window
 
     def _address(self, window: Any, peer: int) -> int:
         """Where `peer`'s twin of `window` is mapped here."""
@@ -70,9 +77,9 @@ class NcclTransport(DeviceTransport):
 
 
 class Registered:
-    """A window and its memory, given back in that order."""
+    """A window and what it needs, given back in that order: its memory, or another window over that."""
 
-    def __init__(self, window: Any, own: torch.Tensor) -> None:
+    def __init__(self, window: Any, own: object) -> None:
         self.window, self._own = window, own
 
     def __del__(self) -> None:

@@ -18,11 +18,13 @@ each other, across streams, so a wait in one lane would hold up every put of the
 
 That last also binds puts: one that stands behind a credit holds up later puts of other lanes. Since all of it is in the
 order of the program, in which the host transport runs everything, nothing waits for itself; it costs overlap only. For
-the same reason the communicator is not torch's: its collectives would be in that order too.
+the same reason the communicators are not torch's: its collectives would be in that order too. There are two of them,
+each with all windows: one for what the rail's lane puts itself, one for what goes beside that and for whatever other
+lanes put and raise.
 
 Every put ends in a signal of NCCL's, since there is no put without one. They are counted up and never read.
 
-The communicator is made for the first transport of a process group and kept as long as that, since destroying one
+The communicators are made for the first transport of a process group and kept as long as that, since destroying one
 needs all ranks at once. No SM takes part.
 """
 
@@ -48,7 +50,7 @@ _WORD_PITCH = 128
 #: Puts in one group, which must fit into the queues of NCCL's proxies together.
 _GROUP = 16
 
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class NcclRmaTransport(OverNodes, NcclTransport):
@@ -64,8 +66,9 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         self, group: dist.ProcessGroup, rendezvous: Rendezvous, timeout_s: float, device: torch.device, nodes: int = 1
     ) -> None:
         self._span(nodes, rendezvous.world_size)
-        #: Window handles by the address of this rank's memory.
-        self._handles: dict[int, Any] = {}
+        #: By the address of this rank's memory, its windows' handles in the two communicators.
+        self._handles: dict[int, tuple[Any, Any]] = {}
+        self._second: Any = None
         super().__init__(group, rendezvous, timeout_s, device)
         try:
             self._open_staging()
@@ -76,11 +79,13 @@ class NcclRmaTransport(OverNodes, NcclTransport):
     def _communicate(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> Any:
         if self._topology.nodes == 1:
             return super()._communicate(group, rendezvous)
-        known = rendezvous.exchange("yes" if group in _communicators else "", "looking for a communicator")
+        known = rendezvous.exchange("yes" if group in _communicators else "", "looking for communicators")
         if not all(known):
-            _communicators[group] = self._new_communicator(rendezvous)
-        # Handles of windows pile up in the object, so each transport has one of its own.
-        return self._nccl.Communicator(_communicators[group].ptr)
+            _communicators[group] = self._new_communicator(rendezvous), self._new_communicator(rendezvous)
+        # Handles of windows pile up in the objects, so each transport has its own.
+        first, second = (self._nccl.Communicator(made.ptr) for made in _communicators[group])
+        self._second = second
+        return first
 
     def _new_communicator(self, rendezvous: Rendezvous) -> Any:
         nccl = self._nccl
@@ -101,10 +106,14 @@ class NcclRmaTransport(OverNodes, NcclTransport):
 
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         memory = super()._symmetric(nbytes)
-        assert isinstance(memory.keep, Registered)
-        self._handles = {address: handle for address, handle in self._handles.items() if handle.is_valid}
-        self._handles[memory.addresses[self.rank]] = memory.keep.window
-        return memory
+        if self._second is None:
+            return memory
+        first = memory.keep
+        assert isinstance(first, Registered)
+        second = Registered(self._register(self._second, memory.own), first)
+        self._handles = {address: both for address, both in self._handles.items() if both[0].is_valid}
+        self._handles[memory.addresses[self.rank]] = first.window, second.window
+        return SymmetricMemory(memory.own, memory.addresses, second)
 
     def _address(self, window: Any, peer: int) -> int:
         # What is never used need not be there: nothing of another node is reached by its address.
@@ -113,15 +122,18 @@ class NcclRmaTransport(OverNodes, NcclTransport):
     def _reads(self, peer: int, address: int, nbytes: int) -> bool:
         return self._place(address, nbytes) is not None
 
-    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
-        handle, context = self._handles[window.addresses[self.rank]], self._context()
+    def _put_pieces(
+        self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int, *, beside: bool = False
+    ) -> None:
+        is_rail = self._active is not None and self._active is self._streams.get("rail")
+        which = 0 if is_rail and not beside else 1
+        communicator = (self._communicator, self._second)[which]
+        handle, context = self._handles[window.addresses[self.rank]][which], self._context()
         for first in range(0, len(pieces), _GROUP):
             some = pieces[first : first + _GROUP]
             with self._nccl.group() if len(some) > 1 else nullcontext():
                 for piece in some:
-                    self._communicator.put_signal(
-                        self._bytes(piece), peer, handle, piece.at, context=context, stream=stream
-                    )
+                    communicator.put_signal(self._bytes(piece), peer, handle, piece.at, context=context, stream=stream)
 
     def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
         assert self._staging is not None

@@ -65,15 +65,16 @@ class AllGather:
     """The all-gather of one group on rank `rank`: what moves, whatever slot it moves through.
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
+    tiny: tensors of which a rank has fewer bytes come last.
     """
 
-    def __init__(self, layout: SlotLayout, rank: int, *, smallest_piece: int | None = None) -> None:
+    def __init__(self, layout: SlotLayout, rank: int, *, smallest_piece: int | None = None, tiny: int = 0) -> None:
         self.layout = layout
         self.rank = rank
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._pieces = gather_pieces(layout, smallest_piece)
+        self._pieces = gather_pieces(layout, smallest_piece, tiny)
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(self._copies_of(piece, self.rank) for piece in self._pieces)
         self._wire_nbytes = sum(region.nbytes for region in self.regions)

@@ -11,13 +11,16 @@ each link once.
     cast      the cast of the shards into the own slot
     rail      the rail's queue: waits for what the rail has brought before, and for acknowledgements
     gather    the node's queue: likewise; and the end, when everything has landed
-    receipts  acknowledgements of what has landed
+    signals   what tells other nodes what has been put, so that the rail's next put need not wait for that
+    receipts, local_receipts    acknowledgements of what has landed from other nodes, and from this one
 
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
+from typing import Final
 
 import torch
 
@@ -48,6 +51,11 @@ from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane, Mark, Put
 from tide_triton.windows import PARTS, Slot
 
+#: Bytes that cross a link in the time that a put takes beside its own, about.
+_TINY_NBYTES: Final = 1 << 20
+
+_RECEIPTS: Final[Mapping[Lane, Lane]] = {"rail": "receipts", "gather": "local_receipts"}
+
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
 #: What a step puts, each after a piece of the own part; nothing for a receipt.
 _Puts = tuple[tuple[int, Put], ...]
@@ -76,7 +84,7 @@ class RailAllGather(AllGather):
                 f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
                 f"{layout.spec.world_size} ranks"
             )
-        super().__init__(layout, rank, smallest_piece=smallest_piece)
+        super().__init__(layout, rank, smallest_piece=smallest_piece, tiny=_TINY_NBYTES)
         sizes = block_sizes(layout)
         self.topology = topology
         self.pacing = countable(pacing, topology, max(sizes))
@@ -138,12 +146,12 @@ class RailAllGather(AllGather):
 
     def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_Puts], filled: Sequence[Mark | None]) -> None:
         """The steps of `lane`, which is the current one. puts: by step. filled: by piece of the own part."""
-        transport = paced.turn.slot.transport
+        transport, receipts = paced.turn.slot.transport, _RECEIPTS[lane]
         after = 0
         for step, prepared in zip(self._steps[lane], puts, strict=True):
             if isinstance(step, Receipt):
-                with transport.lane("receipts", joined=False):
-                    paced.wait("receipts", step.waits_for)
+                with transport.lane(receipts, joined=False):
+                    paced.wait(receipts, step.waits_for)
                     paced.acknowledge(step.source, step.number)
                 continue
             put, credit = step
@@ -156,7 +164,8 @@ class RailAllGather(AllGather):
                     transport.after(filled[piece])
                     after = piece + 1
                 transport.put(part)
-            paced.publish(put.peer, put.number)
+            with transport.lane("signals") if lane == "rail" else nullcontext():
+                paced.publish(put.peer, put.number)
 
     def _parts(self, block: int) -> tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]:
         by_piece = [self._copies_of(piece, block) for piece in self._pieces]

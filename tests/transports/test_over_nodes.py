@@ -41,21 +41,10 @@ class Engine:
         ctypes.memmove(address, value.to_bytes(4, "little"), 4)
 
 
-class Stream:
-    """A stream by its handle; who waits for whom is kept in `order`."""
-
-    def __init__(self, handle: int, order: list[tuple[str, int]]) -> None:
-        self.cuda_stream, self._order = handle, order
-
-    def wait_stream(self, other: "Stream") -> None:
-        self._order.append((f"after {other.cuda_stream}", self.cuda_stream))
-
-
 class Nccl:
     """What NcclRmaTransport asks of nccl4py; a window's handle is its memory of every rank."""
 
-    def __init__(self, order: list[tuple[str, int]]) -> None:
-        self.order = order
+    def __init__(self) -> None:
         self.grouped: list[int] = []
         self.contexts: set[int] = set()
         self._open = 0
@@ -72,7 +61,6 @@ class Nccl:
         assert local.dtype == torch.uint8
         assert local.is_contiguous()
         self._open += 1
-        self.order.append(("put", stream))
         self.contexts.add(context)
         window[peer][at : at + local.numel()] = local
 
@@ -82,8 +70,8 @@ class Nvshmem:
 
     Signal_op = SimpleNamespace(SIGNAL_SET=9)
 
-    def __init__(self, memories: list[torch.Tensor], rank: int, order: list[tuple[str, int]]) -> None:
-        self._memories, self._rank, self.order = memories, rank, order
+    def __init__(self, memories: list[torch.Tensor], rank: int) -> None:
+        self._memories, self._rank = memories, rank
         self.calls: list[str] = []
 
     def _at(self, address: int, peer: int) -> int:
@@ -93,12 +81,10 @@ class Nvshmem:
 
     def putmem_on_stream(self, to: int, source: int, nbytes: int, peer: int, stream: int) -> None:
         self.calls.append("put")
-        self.order.append(("put", stream))
         ctypes.memmove(self._at(to, peer), source, nbytes)
 
     def putmem_nbi_on_stream(self, to: int, source: int, nbytes: int, peer: int, stream: int) -> None:
         self.calls.append("put_nbi")
-        self.order.append(("put", stream))
         ctypes.memmove(self._at(to, peer), source, nbytes)
 
     def quiet_on_stream(self, stream: int) -> None:
@@ -131,10 +117,7 @@ class Case:
         transport._span(NODES, WORLD)
         transport._engine = Engine()
         transport._streams, transport._active = {}, None
-        #: Puts, and what waits for what, each with its stream: 8 runs beside 7.
-        self.order: list[tuple[str, int]] = []
-        transport._current = lambda: Stream(7, self.order)
-        transport._side_of = lambda stream: Stream(8, self.order)
+        transport._current = lambda: SimpleNamespace(cuda_stream=7)
         transport._turn = lambda stream: nullcontext()
         addresses = tuple(m.data_ptr() if rank < 2 else 0 for rank, m in enumerate(self.memories))
         own = SymmetricMemory(self.memories[0], addresses, None)
@@ -146,12 +129,12 @@ class Case:
         transport._windows = [transport._staging, self.window]
         self.library: Any
         if kind == "nccl_rma":
-            self.library = Nccl(self.order)
+            self.library = Nccl()
             transport._nccl = transport._second = self.library
-            self.of_rail = transport._communicator = Nccl(self.order)
+            self.of_rail = transport._communicator = Nccl()
             transport._handles = {self.memories[0].data_ptr(): (self.memories, self.memories)}
         else:
-            self.library = transport._bindings = Nvshmem(self.memories, 0, self.order)
+            self.library = transport._bindings = Nvshmem(self.memories, 0)
             transport._mapped = frozenset(range(4 if kind == "nvshmem" else 2))
         self.transport: OverNodes = transport
 
@@ -235,28 +218,6 @@ def test_what_lies_in_a_window_goes_from_there() -> None:
     put: Any = case.transport.prepare(case.window, 2, [(case.window.memory, Copy(8, 512, 1, 64, 64, 64))])
     assert [(piece.at - case.header, piece.nbytes) for piece in put.pieces] == [(512, 64)]
     assert put.fillings == ()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pieces_go_over_two_streams_and_what_follows_comes_after_both(kind: str) -> None:
-    case = Case(kind, 1024)
-    moves = [(case.window.memory, Copy(8, 512, 1, 64, 64, 64)), (case.window.memory, Copy(80, 600, 1, 64, 64, 64))]
-    case.transport.put(case.transport.prepare(case.window, 2, moves))
-    assert case.order == [("after 7", 8), ("put", 8), ("put", 7), ("after 8", 7)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "first", "second"),
-    [
-        ([], [], []),
-        ([5], [5], []),
-        ([100 << 20, 5, 6, 90 << 20], [100 << 20], [5, 6, 90 << 20]),
-        ([5, 6, 7, 8], [5, 7], [6, 8]),
-    ],
-)
-def test_halves_take_about_as_long_as_each_other(sizes: list[int], first: list[int], second: list[int]) -> None:
-    parts = over_nodes.halves([over_nodes.Piece(0, 0, nbytes) for nbytes in sizes])
-    assert [[piece.nbytes for piece in part] for part in parts] == [first, second]
 
 
 def test_neighbours_in_the_staging_go_as_one_piece() -> None:

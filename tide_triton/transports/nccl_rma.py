@@ -19,8 +19,7 @@ each other, across streams, so a wait in one lane would hold up every put of the
 That last also binds puts: one that stands behind a credit holds up later puts of other lanes. Since all of it is in the
 order of the program, in which the host transport runs everything, nothing waits for itself; it costs overlap only. For
 the same reason the communicators are not torch's: its collectives would be in that order too. There are two of them,
-each with all windows: one for what the rail's lane puts itself, one for what goes beside that and for whatever other
-lanes put and raise.
+each with all windows: one for what the rail's lane puts, one for whatever other lanes put and raise.
 
 Every put ends in a signal of NCCL's, since there is no put without one. They are counted up and never read.
 
@@ -122,11 +121,9 @@ class NcclRmaTransport(OverNodes, NcclTransport):
     def _reads(self, peer: int, address: int, nbytes: int) -> bool:
         return self._place(address, nbytes) is not None
 
-    def _put_pieces(
-        self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int, *, beside: bool = False
-    ) -> None:
+    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
         is_rail = self._active is not None and self._active is self._streams.get("rail")
-        which = 0 if is_rail and not beside else 1
+        which = 0 if is_rail else 1
         communicator = (self._communicator, self._second)[which]
         handle, context = self._handles[window.addresses[self.rank]][which], self._context()
         for first in range(0, len(pieces), _GROUP):

@@ -95,9 +95,7 @@ class NvshmemTransport(OverNodes):
     def _reads(self, peer: int, address: int, nbytes: int) -> bool:
         return peer in self._mapped or self._place(address, nbytes) is not None
 
-    def _put_pieces(
-        self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int, *, beside: bool = False
-    ) -> None:
+    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
         base, is_mapped = window.addresses[self.rank], peer in self._mapped
         put = self._bindings.putmem_on_stream if is_mapped else self._bindings.putmem_nbi_on_stream
         for piece in pieces:

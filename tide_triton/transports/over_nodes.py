@@ -10,9 +10,6 @@ another node, what it reads decides the way:
 Libraries read only symmetric memory over a network, and gradients lie elsewhere. The staging is a window of
 `STAGING_NBYTES` bytes, the only one of its transport, whatever the groups; all lanes use it, one after the other.
 
-Pieces that are read where they lie go over two streams at once, about as many bytes over each: between two puts of one
-stream its copy engine, or network, is idle for microseconds, in which the other's go on.
-
 Counters and waits are those of `DeviceTransport`: a counter of another node's rank is raised by the library, after
 everything put on the same stream, and waited for in this rank's memory by its stream.
 """
@@ -33,8 +30,6 @@ from tide_triton.transports.device import DeviceTransport, DeviceWindow
 
 #: Bytes of the staging: as large as a chunk that leaves a node by default.
 STAGING_NBYTES: Final = 32 << 20
-#: Bytes that cross the link in the time that a put takes beside its bytes.
-_PUT_NBYTES = 2 << 20
 #: Staged bytes lie as their destination does to this alignment, so that copies and puts can be wide.
 _ALIGNMENT = 16
 
@@ -54,12 +49,11 @@ Filling = tuple[Batch, tuple[Piece, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RemotePut:
-    """Pieces to put from where they are, some beside the others, then fillings of the staging. Holds addresses only."""
+    """Pieces to put from where they are, then fillings of the staging. Holds addresses only."""
 
     window: DeviceWindow
     peer: int
     pieces: tuple[Piece, ...]
-    beside: tuple[Piece, ...]
     fillings: tuple[Filling, ...]
     is_reusable: bool = True
 
@@ -80,8 +74,6 @@ class OverNodes(DeviceTransport):
         self._staging: DeviceWindow | None = None
         self._turn_event: torch.cuda.Event | None = None
         self._turn_stream: torch.cuda.Stream | None = None
-        #: By stream, the one on which some of its pieces go beside the others.
-        self._beside: dict[int, torch.cuda.Stream] = {}
 
     def _open_staging(self) -> None:
         if self._topology.nodes > 1:
@@ -92,13 +84,8 @@ class OverNodes(DeviceTransport):
         """Whether the library can put these bytes of this rank to `peer` from where they are."""
 
     @abc.abstractmethod
-    def _put_pieces(
-        self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int, *, beside: bool = False
-    ) -> None:
-        """Put all of them; what follows on `stream` may overwrite them, and what it puts and raises comes after.
-
-        beside: whether other pieces go at the same time on another stream, which `stream` runs beside.
-        """
+    def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
+        """Put all of them; what follows on `stream` may overwrite them, and what it puts and raises comes after."""
 
     @abc.abstractmethod
     def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
@@ -120,21 +107,15 @@ class OverNodes(DeviceTransport):
             else:
                 indirect.append((window.header, address, copy))
         area = self._staging.memory.data_ptr() + self.reserved_nbytes
-        return RemotePut(window, peer, *halves(pieces), fillings(indirect, area, STAGING_NBYTES))
+        return RemotePut(window, peer, tuple(pieces), fillings(indirect, area, STAGING_NBYTES))
 
     def put(self, put: Put) -> None:
         if not isinstance(put, RemotePut):
             super().put(put)
             return
         stream = self._current()
-        if put.beside:
-            side = self._side_of(stream)
-            side.wait_stream(stream)
-            self._put_pieces(put.window, put.peer, put.beside, side.cuda_stream, beside=True)
         if put.pieces:
             self._put_pieces(put.window, put.peer, put.pieces, stream.cuda_stream)
-        if put.beside:
-            stream.wait_stream(side)
         for filling, pieces in put.fillings:
             with self._turn(stream):
                 self._engine.copy(filling, stream.cuda_stream)
@@ -154,13 +135,6 @@ class OverNodes(DeviceTransport):
 
     def _is_remote(self, peer: int) -> bool:
         return self._topology.node(peer) != self._topology.node(self.rank)
-
-    def _side_of(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        side = self._beside.get(stream.cuda_stream)
-        if side is None:
-            side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-            self._beside[stream.cuda_stream] = side
-        return side
 
     def _place(self, address: int, nbytes: int) -> tuple[DeviceWindow, int] | None:
         """The window of this rank in whose data these bytes lie, and from where on."""
@@ -185,17 +159,6 @@ class OverNodes(DeviceTransport):
         finally:
             self._turn_event.record(stream)
             self._turn_stream = stream
-
-
-def halves(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """`pieces` in two parts that take about as long as each other, in the order in which they come."""
-    parts: tuple[list[Piece], list[Piece]] = [], []
-    taken = [0, 0]
-    for piece in pieces:
-        lighter = 0 if taken[0] <= taken[1] else 1
-        parts[lighter].append(piece)
-        taken[lighter] += piece.nbytes + _PUT_NBYTES
-    return tuple(parts[0]), tuple(parts[1])
 
 
 def direct(at: int, address: int, copy: Copy) -> list[Piece] | None:

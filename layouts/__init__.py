@@ -8,6 +8,7 @@ derivations to each other.
     shards.Shard                        which elements a rank owns, as `torch.chunk` cuts them
     slots.SlotLayout                    where a group's tensors lie in a slot
     slots.LandingLayout                 where a group's gradient slices land before they are summed
+    switch.SwitchLayout                 where its gradients lie for a switch to sum them
     transfers.Copy                      one strided copy: offsets, rows, width and pitches in bytes
     topology.Topology                   ranks as nodes x GPUs, and the rails between nodes
     schedule.flat                       who sends to whom, in which order
@@ -45,6 +46,7 @@ from tide_triton.layouts.shards import Region, Shard, chunk_size, shard
 from tide_triton.layouts.slots import ALIGNMENT, LandingLayout, Place, SlotLayout
 from tide_triton.layouts.spec import ITEMSIZES, GroupSpec, SpecError, TensorSpec
 from tide_triton.layouts.steps import FinalSum, LocalPut, LocalSum, RailPut, Step
+from tide_triton.layouts.switch import SwitchLayout
 from tide_triton.layouts.topology import Topology
 from tide_triton.layouts.transfers import Copy, execute, gather_copies, merge, scatter_copies
 
@@ -77,6 +79,7 @@ __all__ = [
     "SlotShortageError",
     "SpecError",
     "Step",
+    "SwitchLayout",
     "TensorSpec",
     "Topology",
     "Wait",

@@ -21,17 +21,17 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tide_triton import all_gather, reduce_scatter
+from tide_triton import all_gather, reduce_scatter, switch_reduce
 from tide_triton.layouts import Copy
 from tide_triton.transports import READY, Mark, Put, Window
-from tide_triton.transports.base import COUNTERS, Lane
+from tide_triton.transports.base import COUNTERS, Lane, require_one_row
 from tide_triton.views import as_bytes
 
 #: What memory is filled with once nobody may read it: NaN in every float dtype.
@@ -134,32 +134,41 @@ class SimulatedWindow:
             raise ScheduleError(f"{what} of turn {turn} comes late into {self}, written in turn {self.written}")
         self.written = turn
 
+    def read(self, turn: int, what: str) -> None:
+        """Check that what another rank reads now, of turn `turn`, has not been overwritten."""
+        if turn < self.written:
+            raise ScheduleError(f"{what} of turn {turn} comes late to {self}, written in turn {self.written}")
+
     def __str__(self) -> str:
         return f"window {self.serial} of rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPut:
-    """Copies to `peer`, from addresses, as a GPU transport keeps them."""
+    """Copies to `peer`, or with `to_all` to every rank at once, from addresses, as a GPU transport keeps them."""
 
     window: SimulatedWindow
     peer: int
     moves: tuple[tuple[int, Copy], ...]
     is_reusable: bool = True
+    to_all: bool = False
 
     def moved(self, by: Sequence[int]) -> "SimulatedPut":
         moves = tuple((address + step, copy) for (address, copy), step in zip(self.moves, by, strict=True))
-        return SimulatedPut(self.window, self.peer, moves)
+        return replace(self, moves=moves)
 
 
 class Cluster:
     """`world_size` ranks, their windows and their streams.
 
-    piece_nbytes: as `Transport.piece_nbytes`.
+    piece_nbytes, multicasts: as in `Transport`; the switch is emulated.
     """
 
-    def __init__(self, world_size: int, *, in_order: bool = False, piece_nbytes: int | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, in_order: bool = False, piece_nbytes: int | None = None, multicasts: bool = False
+    ) -> None:
         self.world_size = world_size
+        self.multicasts = multicasts
         self.in_order = in_order
         self.piece_nbytes = piece_nbytes
         self.windows: list[list[SimulatedWindow]] = []
@@ -254,6 +263,7 @@ class SimulatedTransport:
         self.world_size = cluster.world_size
         self.device = torch.device("cpu")
         self.piece_nbytes = cluster.piece_nbytes
+        self.multicasts = cluster.multicasts
         self.host = cluster.stream("host", self)
         self._streams: dict[str, Stream] = {}
         self._current = self._stream("compute")
@@ -333,24 +343,36 @@ class SimulatedTransport:
                 raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {window.nbytes} bytes")
         return SimulatedPut(window, peer, tuple((source.data_ptr(), copy) for source, copy in moves))
 
+    def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> SimulatedPut:
+        assert self.multicasts
+        require_one_row(moves)
+        return replace(self.prepare(window, self.rank, moves), to_all=True)
+
+    def everywhere(self, window: Window, offset: int, numel: int) -> list[torch.Tensor]:
+        assert self.multicasts
+        assert isinstance(window, SimulatedWindow)
+        return [twin.tensor(offset, numel, torch.bfloat16) for twin in self.cluster.windows[window.serial]]
+
     def put(self, put: Put) -> None:
         assert isinstance(put, SimulatedPut)
-        own, theirs = put.window, self.cluster.windows[put.window.serial][put.peer]
+        own, twins = put.window, self.cluster.windows[put.window.serial]
+        twins = twins if put.to_all else [twins[put.peer]]
         turn = own.opened
         for address, copy in put.moves:
             source = self.cluster.source(address, copy)
 
             def happen(copy: Copy = copy, source: torch.Tensor = source) -> None:
-                if theirs is not own:
-                    theirs.write(turn, f"a put of rank {self.rank}")
-                to = torch.as_strided(theirs.memory, (copy.rows, copy.width), (copy.dst_pitch, 1), copy.dst_offset)
-                to.copy_(source)
+                for twin in twins:
+                    if twin is not own:
+                        twin.write(turn, f"a put of rank {self.rank}")
+                    to = torch.as_strided(twin.memory, (copy.rows, copy.width), (copy.dst_pitch, 1), copy.dst_offset)
+                    to.copy_(source)
 
             # Where it starts in an own slot, that is in use until then.
             starts_in = self.cluster.window_of(source)
             reads = [] if starts_in is None else [starts_in]
-            writes = [own] if theirs is own else []
-            label = f"put to rank {put.peer}, turn {turn} of window {own.serial}"
+            writes = [own] if own in twins else []
+            label = f"put to {'all' if put.to_all else f'rank {put.peer}'}, turn {turn} of window {own.serial}"
             self.enqueue(label, happen, reads=reads, writes=writes)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
@@ -412,9 +434,18 @@ class _OnStream:
 
     is_reusable = False
 
-    def __init__(self, run: Callable[[], object], label: str, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        run: Callable[[], object],
+        label: str,
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        everywhere: Sequence[Any] = (),
+    ) -> None:
+        """everywhere: what is read of windows, other ranks' as well as the own."""
         self._run, self._label = run, label
         self._reads, self._writes = reads, writes
+        self._everywhere = everywhere
 
     def __call__(self, stream: int | None = None) -> None:
         assert stream is not None
@@ -424,13 +455,22 @@ class _OnStream:
             list(dict.fromkeys(w for tensor in tensors if (w := cluster.window_of(tensor)) is not None))
             for tensors in (self._reads, self._writes)
         ]
-        landed = [tensor for tensor in self._reads if cluster.window_of(tensor) is not None]
+        landed = [tensor for tensor in self._reads if cluster.window_of(tensor) is not None] + [*self._everywhere]
+        twins = list(dict.fromkeys(w for tensor in self._everywhere if (w := cluster.window_of(tensor)) is not None))
+        # All ranks number turns alike, and a host that is behind has not opened this one.
+        turns = [(twin, cluster.windows[twin.serial][on.transport.rank].opened) for twin in twins]
+        for twin, turn in turns:
+            twin.to_come[turn] += 1
 
         def happen() -> None:
+            for twin, turn in turns:
+                twin.read(turn, f"'{self._label}' of rank {on.transport.rank}")
             self._run()
             # Nobody needs them any more.
             for tensor in landed:
                 tensor.fill_(torch.nan)
+            for twin, turn in turns:
+                twin.to_come[turn] -= 1
 
         with on.transport.calling(on.name):
             on.transport.enqueue(self._label, happen, reads=windows[0], writes=windows[1])
@@ -440,6 +480,7 @@ class _OnStream:
 def kernels_on_streams() -> Iterator[None]:
     """Let the collectives' kernels happen in the order of their stream, as on a GPU. What they do is the real thing."""
     place, accumulate = all_gather.prepare_place, reduce_scatter.prepare_accumulate
+    multimem = switch_reduce.prepare_multimem
 
     def prepare_place(sources: Any, places: Any) -> _OnStream:
         return _OnStream(place(sources, places), "cast", (), places)
@@ -448,7 +489,12 @@ def kernels_on_streams() -> Iterator[None]:
         reads = [tensor for ranks in contributions for tensor in ranks]
         return _OnStream(accumulate(contributions, outputs, **options), "sum", reads, ())
 
+    def prepare_multimem(sources: Any, outputs: Any, **options: Any) -> _OnStream:
+        everywhere = [tensor for ranks in sources for tensor in ranks]
+        return _OnStream(multimem(sources, outputs, **options), "switch sum", (), (), everywhere)
+
     with (
+        mock.patch.object(switch_reduce, "prepare_multimem", prepare_multimem),
         mock.patch.object(all_gather, "prepare_place", prepare_place),
         mock.patch.object(reduce_scatter, "prepare_accumulate", prepare_accumulate),
     ):

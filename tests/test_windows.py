@@ -39,8 +39,8 @@ from tests.simulated_transport import (
 from tide_triton.all_gather import AllGather, CastShards, Gathering
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, TensorSpec
 from tide_triton.layouts.ring import least_chunk
-from tide_triton.reduce_scatter import ReduceScatter, Reducing
-from tide_triton.reducers import Kept, Reduction
+from tide_triton.reduce_scatter import ReduceScatter
+from tide_triton.reducers import Kept, Reducer, Reduction, Underway
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Mark
 from tide_triton.views import as_bytes
@@ -162,7 +162,7 @@ class Buffers:
 
     group: Group
     gatherer: AllGather
-    reducer: ReduceScatter
+    reducer: Reducer
     shards: list[torch.Tensor]
     cast: CastShards
     gradients: list[list[torch.Tensor]]
@@ -177,7 +177,7 @@ class Offered:
 
     buffers: Buffers
     seed: int
-    reducing: Reducing
+    reducing: Underway
     outputs: dict[int, torch.Tensor]
     gradients: list[torch.Tensor]
     kept: list[Kept] = field(default_factory=list)
@@ -203,23 +203,31 @@ class Rank:
     def __init__(self, transport: SimulatedTransport, groups: Sequence[Group], depth: int, chunk_nbytes: int) -> None:
         self.transport = transport
         pool = SlotPool(transport)
-        nbytes = max(max(group.layout.nbytes, group.landing.nbytes) for group in groups)
+        nbytes = max(map(self.slot_nbytes, groups))
         self.slots = [pool.add(nbytes, "0", f"slot {number}") for number in range(SLOTS)]
         self.ring: Ring = pool.ring(chunk_nbytes, depth, "0")
         self.buffers = [self._buffers_of(group) for group in groups]
         self.gatherings: dict[int, Gathering] = {}
         self.offered: dict[int, Offered] = {}
 
+    @staticmethod
+    def slot_nbytes(group: Group) -> int:
+        return max(group.layout.nbytes, group.landing.nbytes)
+
+    def collectives_of(self, group: Group) -> tuple[AllGather, Reducer]:
+        gatherer = AllGather(group.layout, self.rank, smallest_piece=self.transport.piece_nbytes)
+        return gatherer, ReduceScatter(group.landing, self.rank)
+
     def _buffers_of(self, group: Group) -> Buffers:
-        rank, piece = self.transport.rank, self.transport.piece_nbytes
+        rank = self.transport.rank
         dtype = getattr(torch, group.gradient_dtype)
         gradients = [[torch.empty(shape, dtype=dtype) for shape, _ in group.tensors] for _ in range(2)]
         shards = [torch.from_numpy(group.shard(i, rank, group.parameter(i, 0))) for i in range(len(group.tensors))]
-        gatherer = AllGather(group.layout, rank, smallest_piece=piece)
+        gatherer, reducer = self.collectives_of(group)
         cast = CastShards(gatherer, self.transport.device)
         for source in (*shards, cast.memory, *gradients[0], *gradients[1]):
             self.transport.cluster.may_put_from(source)
-        return Buffers(group, gatherer, ReduceScatter(group.landing, rank), shards, cast, gradients)
+        return Buffers(group, gatherer, reducer, shards, cast, gradients)
 
     @property
     def rank(self) -> int:
@@ -329,13 +337,17 @@ class Rank:
             offered.reducing.finish(Traffic())
             self._end(offered)
 
+    def expected(self, offered: Offered, index: int) -> Array:
+        """What this rank's sum of tensor `index` must be."""
+        return offered.buffers.group.reduced(index, offered.seed, self.rank)
+
     def _end(self, offered: Offered) -> None:
         """The reduction is over, in the order that is current."""
         buffers = offered.buffers
 
         def compare() -> None:
             for index, output in offered.outputs.items():
-                want = buffers.group.reduced(index, offered.seed, self.rank)
+                want = self.expected(offered, index)
                 _check(f"rank {self.rank}'s sum of tensor {index} of {buffers.group.name}", output, want.view(np.uint8))
 
         self.transport.enqueue("read sums", compare)
@@ -405,6 +417,9 @@ class Schedules(RuleBasedStateMachine):
 
     cluster: Cluster
     groups: list[Group]
+    #: What the ranks are, and whether a switch is between them.
+    rank_type: type[Rank] = Rank
+    multicasts = False
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -421,8 +436,8 @@ class Schedules(RuleBasedStateMachine):
             gradients = data.draw(dtypes, "gradients")
             own = tuple(data.draw(st.just(gradients) | dtypes, "dtype") for _ in shapes)
             self.groups.append(Group(f"'{name}'", world, tuple(shapes), own, gradients))
-        self.cluster = Cluster(world, in_order=in_order, piece_nbytes=piece)
-        self.ranks = [Rank(transport, self.groups, depth, chunk) for transport in self.cluster.transports]
+        self.cluster = Cluster(world, in_order=in_order, piece_nbytes=piece, multicasts=self.multicasts)
+        self.ranks = [self.rank_type(transport, self.groups, depth, chunk) for transport in self.cluster.transports]
         self.uses = [Use() for _ in range(SLOTS)]
         #: By group, the seed of the shards that are kept as they were cast.
         self.cast: dict[int, int] = {}

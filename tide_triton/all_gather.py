@@ -8,6 +8,8 @@ it is, into the own slot as well, and then no kernel runs at all:
 
     shard (bf16)                                    --put--> its place in every rank's slot
     shard (fp32) --cast, once--> a copy that is kept --put--> its place in every rank's slot, as often as it is gathered
+
+Where the transport multicasts, small pieces are put to every rank at once, the own slot included, in one put.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,24 +26,41 @@ from tide_triton.layouts.slots import align
 from tide_triton.layouts.transfers import between, merge
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Mark, Put
+from tide_triton.transports import Mark, Put, Transport
 from tide_triton.views import DTYPES, region_view
 from tide_triton.windows import Slot, Turn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Program:
-    """What a gather does, by piece: a cast or nothing; puts into the own slot; puts to each peer."""
+    """What a gather does, by piece: a cast or nothing; puts into the own slot; puts to each peer, or one to all ranks.
+
+    reads_shards: whether puts start from the shards, or from what is kept of them, and not from the own slot.
+    wire_nbytes, multicast_nbytes: as `Traffic` counts them.
+    """
 
     casts: list[Prepared | None]
     own: list[Put | None]
     puts: list[list[Put]]
+    reads_shards: bool
+    wire_nbytes: int
+    multicast_nbytes: int
 
     @property
     def is_reusable(self) -> bool:
         casts = all(cast is None or cast.is_reusable for cast in self.casts)
         own = all(put is None or put.is_reusable for put in self.own)
         return casts and own and all(put.is_reusable for to_peers in self.puts for put in to_peers)
+
+
+def multicast_problem(multicast_nbytes: object) -> str | None:
+    """What is wrong with it as an option, None where nothing is."""
+    if multicast_nbytes is None or (type(multicast_nbytes) is int and multicast_nbytes >= 1):
+        return None
+    return (
+        f"multicast_nbytes must be an integer >= 1 (bytes of the largest piece that is multicast), or None for no "
+        f"multicast; got {multicast_nbytes!r}"
+    )
 
 
 class CastShards:
@@ -66,11 +85,22 @@ class AllGather:
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
     tiny: tensors of which a rank has fewer bytes come last.
+    multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast, on a transport that does, unless
+    their shards are of several rows in the slot or a CUDA graph is captured; None for none. Ranks may differ in it.
     """
 
-    def __init__(self, layout: SlotLayout, rank: int, *, smallest_piece: int | None = None, tiny: int = 0) -> None:
+    def __init__(
+        self,
+        layout: SlotLayout,
+        rank: int,
+        *,
+        smallest_piece: int | None = None,
+        tiny: int = 0,
+        multicast_nbytes: int | None = None,
+    ) -> None:
         self.layout = layout
         self.rank = rank
+        self._multicast_nbytes = multicast_nbytes or 0
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
@@ -114,6 +144,7 @@ class AllGather:
                         transport.put(own)
                         sent = transport.mark()
                 if number == 0:
+                    # Before any put: one that is multicast needs them all.
                     for peer in turn.peers:
                         turn.await_credit(peer)
                 transport.after(cast_mark)
@@ -121,7 +152,7 @@ class AllGather:
                     transport.put(put)
             for peer in turn.peers:
                 turn.publish(peer)
-            if sent is not None:
+            if program.reads_shards:
                 # The own part is there too, and shards that were put themselves have been read.
                 transport.after(sent)
                 sent = transport.mark()
@@ -131,7 +162,8 @@ class AllGather:
         else:
             # The shards have been read when the caller goes on: an optimizer may change them.
             transport.after(sent if sent is not None else cast_mark)
-        traffic.wire_bytes += self._wire_nbytes * len(turn.peers)
+        traffic.wire_bytes += program.wire_nbytes
+        traffic.multicast_bytes += program.multicast_nbytes
         traffic.zero_copy += 1
         return Gathering(turn)
 
@@ -145,15 +177,37 @@ class AllGather:
         return self._programs.get(key, lambda: self._prepare(slot, shards, kept), lambda program: program.is_reusable)
 
     def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
+        program = _Program([], [], [], False, 0, 0)
         with slot.transport.here():
-            parts = [self._prepare_piece(slot, shards, kept, number) for number in range(len(self._pieces))]
-        return _Program([cast for cast, _, _ in parts], [own for _, own, _ in parts], [puts for _, _, puts in parts])
+            for number in range(len(self._pieces)):
+                self._prepare_piece(program, slot, shards, kept, number)
+        return program
 
     def _prepare_piece(
-        self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int
-    ) -> tuple[Prepared | None, Put | None, list[Put]]:
+        self, program: _Program, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int
+    ) -> None:
+        """Append piece `number` to `program`."""
         cast, own, moves = self.fill(slot, shards, kept, number)
-        return cast, own, [slot.transport.prepare(slot.window, peer, moves) for peer in slot.peers]
+        program.reads_shards |= own is not None
+        nbytes = sum(copy.nbytes for _, copy in moves)
+        if self._is_multicast(slot.transport, nbytes, moves):
+            own, puts = None, [slot.transport.prepare_multicast(slot.window, moves)]
+            program.wire_nbytes += nbytes
+            program.multicast_nbytes += nbytes
+        else:
+            puts = [slot.transport.prepare(slot.window, peer, moves) for peer in slot.peers]
+            program.wire_nbytes += nbytes * len(puts)
+        program.casts.append(cast)
+        program.own.append(own)
+        program.puts.append(puts)
+
+    def _is_multicast(self, transport: Transport, nbytes: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> bool:
+        return (
+            0 < nbytes <= self._multicast_nbytes
+            and transport.multicasts
+            and transport.capture is None
+            and all(copy.rows == 1 for _, copy in moves)
+        )
 
     def fill(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int = 0

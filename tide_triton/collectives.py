@@ -14,12 +14,13 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from tide_triton.all_gather import AllGather
-from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, Topology, shard
+from tide_triton.all_gather import AllGather, multicast_problem
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, SwitchLayout, Topology, shard
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
 from tide_triton.many_nodes import ManyNodes
 from tide_triton.reduce_scatter import ReduceScatter
 from tide_triton.reducers import Reducer, Reduction
+from tide_triton.switch_reduce import SwitchReduceScatter
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
 from tide_triton.transports.rendezvous import Rendezvous
@@ -38,6 +39,9 @@ class Collectives:
     rail once, gradients are summed inside a node before they leave it, in node order after. None for one node.
     wire_dtype: over several nodes, what a node's sum of gradients is rounded to on its way; None for what it is summed
     in (fp32, or fp64). See `tide_triton.hierarchical_reduce` for what that costs in accuracy.
+
+    multicast_nbytes, switch_sums: as in `tide_triton.attach`, on one node. Gradients that a switch sums have a slot of
+    their own. Calls that a CUDA graph captures are not multicast.
 
     Arguments are checked on each rank before anything moves; a call that one rank refuses is one that the others make.
 
@@ -63,6 +67,8 @@ class Collectives:
         timeout_s: float = 600.0,
         topology: Topology | None = None,
         wire_dtype: torch.dtype | None = None,
+        multicast_nbytes: int | None = None,
+        switch_sums: bool = False,
     ) -> None:
         if group.size() != spec.world_size:
             raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
@@ -73,6 +79,7 @@ class Collectives:
             )
         if wire_dtype is not None and wire_dtype not in _FLOATS:
             raise SpecError(f"wire_dtype must be one of {', '.join(map(str, _FLOATS))}, or None, got {wire_dtype!r}")
+        _check_multicast(multicast_nbytes, switch_sums, topology)
         device = torch.device(device)
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -87,24 +94,33 @@ class Collectives:
         meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
         parts += [("topology", repr(topology)), ("wire_dtype", repr(wire_dtype))]
-        meeting.require_equal(f"{spec.digest} {topology} {wire_dtype}", parts, "opening Collectives")
+        parts += [("multicast_nbytes", repr(multicast_nbytes)), ("switch_sums", repr(switch_sums))]
+        options = f"{topology} {wire_dtype} {multicast_nbytes} {switch_sums}"
+        meeting.require_equal(f"{spec.digest} {options}", parts, "opening Collectives")
         nodes = 1 if topology is None else topology.nodes
-        chosen, _ = select.make(transport, device, group, meeting, timeout_s, nodes)
+        multicast = multicast_nbytes is not None or switch_sums
+        chosen, _ = select.make(transport, device, group, meeting, timeout_s, nodes, multicast=multicast)
         self._pool = SlotPool(chosen)
         self._nodes: ManyNodes | None = None
         self._gather: AllGather
         self._ring: Ring | Slot
+        #: Where gradients lie that a switch sums.
+        self._sums: Slot | None = None
         if topology is not None and topology.nodes > 1:
             self._nodes = ManyNodes(topology, RING_CHUNK_NBYTES, RING_DEPTH, wire_dtype)
             self._gather = self._nodes.gatherer(SlotLayout(spec), self.rank, chosen.piece_nbytes)
         else:
-            self._gather = AllGather(SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes)
+            self._gather = AllGather(
+                SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes, multicast_nbytes=multicast_nbytes
+            )
         try:
             self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
             if self._nodes is None:
                 self._ring = self._pool.ring(chunk_for([spec], RING_CHUNK_NBYTES), RING_DEPTH, spec.digest)
             else:
                 self._ring = self._nodes.rings(self._pool, [spec])
+            if switch_sums and chosen.multicasts:
+                self._sums = self._pool.add(SwitchLayout(spec).nbytes, spec.digest, "the slot of sums by the switch")
         except BaseException:
             self._pool.close()
             raise
@@ -128,7 +144,8 @@ class Collectives:
     ) -> list[torch.Tensor]:
         """This rank's shards of the gradients' sum or average over the ranks, added in rank order.
 
-        Over several nodes: in rank order inside each node, and these sums in node order.
+        Over several nodes: in rank order inside each node, and these sums in node order. By a switch: in any order,
+        rounded to bf16.
 
         gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
         dtype: of the result, and what contributions wider than it are rounded to before the sum.
@@ -137,17 +154,24 @@ class Collectives:
         reducer = self._reducers.get(grad_dtype)
         if reducer is None:
             landing = LandingLayout(self.spec, dtype_name(grad_dtype))
-            if self._nodes is None:
+            if self._sums is not None:
+                reducer = SwitchReduceScatter(landing, self.rank)
+            elif self._nodes is None:
                 reducer = ReduceScatter(landing, self.rank)
             else:
                 reducer = self._nodes.reducer(landing, self.rank)
             self._reducers[grad_dtype] = reducer
         outputs = [torch.empty(own.numel, dtype=dtype, device=self._device) for own in self._shards]
+        reduction = Reduction(dtype, divisor=float(self.spec.world_size) if average else 1.0)
+        through = self._ring
+        if isinstance(reducer, SwitchReduceScatter) and self._sums is not None:
+            by_switch = reducer.why_not(self._sums, outputs, reduction) is None
+            through = self._sums if by_switch else self._ring
         reducer(
-            self._ring,
+            through,
             [(index, gradient.contiguous()) for index, gradient in enumerate(gradients)],
             outputs,
-            Reduction(dtype, divisor=float(self.spec.world_size) if average else 1.0),
+            reduction,
             "Collectives",
             self.reduce_traffic,
         )
@@ -207,3 +231,15 @@ class Collectives:
                 raise SpecError(
                     f"the {kind} of '{tensor.name}' is on {value.device}, these collectives on {self._device}"
                 )
+
+
+def _check_multicast(multicast_nbytes: object, switch_sums: object, topology: Topology | None) -> None:
+    if problem := multicast_problem(multicast_nbytes):
+        raise SpecError(problem)
+    if not isinstance(switch_sums, bool):
+        raise SpecError(f"switch_sums must be True or False, got {switch_sums!r}")
+    if (multicast_nbytes is not None or switch_sums) and topology is not None and topology.nodes > 1:
+        raise SpecError(
+            f"multicast_nbytes={multicast_nbytes} and switch_sums={switch_sums} work on one node only, and topology "
+            f"has {topology.nodes}: a switch reaches no other node; leave them out, or the topology"
+        )

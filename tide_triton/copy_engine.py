@@ -27,6 +27,7 @@ class Batch:
 
     strided: (destination, its pitch, source, its pitch, width, rows), in bytes.
     order: of each contiguous copy, then of each strided one, its number among the copies it was made from.
+    engine_only: no kernel may copy them (they are contiguous): a batch also where there is one, and never captured.
     """
 
     destinations: list[int]
@@ -35,6 +36,7 @@ class Batch:
     strided: tuple[tuple[int, int, int, int, int, int], ...]
     order: tuple[int, ...]
     is_reusable: bool = True
+    engine_only: bool = False
 
     def moved(self, by: Sequence[int]) -> "Batch":
         """The same copies from sources that lie `by` bytes further on, given per copy it was made from."""
@@ -46,7 +48,7 @@ class Batch:
                 self.strided, self.order[whole:], strict=True
             )
         )
-        return Batch(self.destinations, sources, self.sizes, strided, self.order)
+        return Batch(self.destinations, sources, self.sizes, strided, self.order, self.is_reusable, self.engine_only)
 
 
 def batch(copies: Sequence[AddressedCopy]) -> Batch:
@@ -89,15 +91,21 @@ class CopyEngine:
         self._device_to_device = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
     def copy(self, batch: "Batch", stream: int) -> None:
-        """Run `batch` on `stream`, in no order among its copies; what follows on the stream waits for all of them."""
+        """Run `batch` on `stream`, in no order among its copies; what follows on the stream waits for all of them.
+
+        Raises ValueError where a graph is captured and the batch is for the engine only.
+        """
         _refuse_legacy(stream)
-        if len(batch.sizes) > 1 and not torch.cuda.is_current_stream_capturing():
+        together = len(batch.sizes) > 1 or batch.engine_only
+        if together and not torch.cuda.is_current_stream_capturing():
             self._check(
                 "cudaMemcpyBatchAsync",
                 self._runtime.cudaMemcpyBatchAsync(
                     batch.destinations, batch.sources, batch.sizes, len(batch.sizes), self._attributes, [0], 1, stream
                 ),
             )
+        elif batch.engine_only:
+            raise ValueError("copies for the engine alone cannot be captured in a CUDA graph")
         else:
             for dst, src, nbytes in zip(batch.destinations, batch.sources, batch.sizes, strict=True):
                 self._check(

@@ -1,6 +1,6 @@
 """What a reduce-scatter is to those who use it, whichever way its gradients go.
 
-reducer = ReduceScatter(...) or HierarchicalReduceScatter(...)
+reducer = ReduceScatter(...) or SwitchReduceScatter(...) or HierarchicalReduceScatter(...)
 reducing = reducer.start(through, outputs, reduction, what)
 reducing.offer(index, gradient)             for each, as it is there
 reducing.finish(traffic)                    outputs hold the shards
@@ -58,6 +58,8 @@ class Underway(abc.ABC):
         self.reduction = reduction
         #: Gradients that were offered and are not on their way whole.
         self.waiting: dict[int, torch.Tensor] = {}
+        #: What is worth knowing of this reduction, for `Traffic.remarks`.
+        self.remark: str | None = None
         #: Tensors that are on their way whole.
         self.sent: set[int] = set()
         self._transport = transport
@@ -92,6 +94,8 @@ class Underway(abc.ABC):
         self.follow()
         traffic.wire_bytes += self.wire_nbytes
         traffic.zero_copy += 1
+        if self.remark is not None:
+            traffic.remarks[self.remark] += 1
 
 
 class Reducer(abc.ABC):

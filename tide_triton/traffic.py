@@ -9,11 +9,12 @@ class Traffic:
     """Counts of one collective of one group on one rank.
 
     zero_copy: calls that copied no layout; `reused` of them moved nothing at all: what they gather was still there.
-    wire_bytes: bytes this rank sent to others.
+    wire_bytes: bytes this rank sent to others; `multicast_bytes` of them to all at once, counted once.
     layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
     fallback_reasons: how often each reason sent a call to the stock collective.
     early: reductions whose gradients were sent as autograd produced them.
     in_slot: gradients that were written into the slot, over the weight that they are the gradient of.
+    by_switch: reductions that a switch summed.
     remarks: how often each thing worth knowing happened that is no fallback.
     """
 
@@ -25,6 +26,8 @@ class Traffic:
     reused: int = 0
     early: int = 0
     in_slot: int = 0
+    multicast_bytes: int = 0
+    by_switch: int = 0
     remarks: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -44,6 +47,8 @@ class Traffic:
         self.reused += other.reused
         self.early += other.early
         self.in_slot += other.in_slot
+        self.multicast_bytes += other.multicast_bytes
+        self.by_switch += other.by_switch
         self.wire_bytes += other.wire_bytes
         self.layout_copy_bytes += other.layout_copy_bytes
         self.fallback_reasons.update(other.fallback_reasons)

@@ -67,6 +67,8 @@ def attach(
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     nodes: int | None = None,
     wire_dtype: torch.dtype | None = None,
+    multicast_nbytes: int | None = None,
+    switch_sums: bool = False,
     timeout_s: float = 600.0,
 ) -> None:
     """Run the FSDP2 collectives of `model` through TIDE: no layout copies, bf16 gradients on the wire.
@@ -74,8 +76,9 @@ def attach(
     Call it on every rank after `fully_shard`, before or between training steps, on the FSDP2 root or on any module that
     contains FSDP2 modules. Results stay what stock FSDP2 computes; gradients are added in rank order.
 
-    transport: "host" for processes of one machine; "auto" picks by the parameters' device. "nccl_rma" and "nvshmem" put
-    to other nodes with NCCL's and NVSHMEM's one-sided operations, inside a node as "nccl" and "symm" do.
+    transport: "host" for processes of one machine, "host_switch" for the same with an emulated switch that multicasts;
+    "auto" picks by the parameters' device. "nccl_rma" and "nvshmem" put to other nodes with NCCL's and NVSHMEM's
+    one-sided operations, inside a node as "nccl" and "symm" do.
     slots: in how many slots the groups that reshard take turns; None sizes it from the model and its prefetching.
     strict: raise UnsupportedError instead of falling back to a stock collective where zero-copy is not possible.
     reuse: in backward, gather nothing where the parameters that forward gathered still lie in their slot, as those of
@@ -97,6 +100,13 @@ def attach(
     that of `tide_triton.hierarchical_reduce`, and all-gathers are paced by its chunks too.
     wire_dtype: what a node's sums are rounded to on their way to other nodes, torch.bfloat16 say; None for what they
     are summed in. One node rounds nothing.
+    multicast_nbytes: where the transport can multicast, all-gathers put pieces of up to so many bytes to all ranks at
+    once; larger ones, for which it has been seen to be slower, and those that lie in several rows go to each peer. None
+    asks no library for multicast. Where it was asked for and cannot be had, a warning and `report()` say why.
+    switch_sums: where the transport can multicast, let the switch sum bf16 gradients: each rank's are copied into its
+    slot, and each owner reads the sum of its part. **Sums are then rounded to bf16 and in an order of the switch's**,
+    so that they are neither stock's bits nor need repeat; `tide_triton.kernels.multimem` gives the bound. What it
+    cannot sum goes as without it, and `report()` says so. Works with `slot_reuse` and without `early_reduce`.
     timeout_s: seconds that any rank waits for another before all of them raise.
 
     Raises, on every rank and with nothing changed: AttachError (no FSDP2 module below `model`, attached already, a
@@ -131,6 +141,8 @@ def attach(
         ring_chunk_nbytes,
         nodes,
         wire_dtype,
+        multicast_nbytes,
+        switch_sums,
     )
     try:
         check_free(sites)
@@ -148,7 +160,10 @@ def attach(
             try:
                 agree_on_specs(meeting, members, options, timeout_s=timeout_s, prefetch=prefetch)
                 device = members[0].group.device
-                made, why = select.make(transport, device, process_group, meeting, timeout_s, options.nodes or 1)
+                nodes, multicast = options.nodes or 1, options.wants_multicast
+                made, why = select.make(
+                    transport, device, process_group, meeting, timeout_s, nodes, multicast=multicast
+                )
                 domain = Domain(process_group, made, why, members, meeting, options)
                 domains.append(domain)
                 domain.allocate(prefetch)

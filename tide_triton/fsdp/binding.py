@@ -66,6 +66,7 @@ class GroupBinding:
             ),
         )
         self.layout = SlotLayout(spec)
+        self.slot_nbytes = self.domain.slot_nbytes(self.layout)
         self._gatherer = self.domain.gatherer(self.layout)
         self._cast = None
         self.reduction.replan()
@@ -76,7 +77,7 @@ class GroupBinding:
         if planned != [dtype_name(internals.slot_dtype(p)) for p in self.params]:
             self.plan()
             self._bound = False
-            if self.slot is not None and self.slot.window.nbytes < self.layout.nbytes:
+            if self.slot is not None and self.slot.window.nbytes < self.slot_nbytes:
                 self.move_to(self.domain.grow(self))
 
     def require_comms(self) -> None:

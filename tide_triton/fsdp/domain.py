@@ -16,11 +16,12 @@ from tide_triton.all_gather import AllGather
 from tide_triton.fsdp.binding import GroupBinding
 from tide_triton.fsdp.internals import GroupSite
 from tide_triton.fsdp.options import Options
-from tide_triton.layouts import GroupUse, LandingLayout, SlotLayout, Topology, assign
+from tide_triton.layouts import GroupUse, LandingLayout, SlotLayout, SwitchLayout, Topology, assign
 from tide_triton.layouts.ring import chunk_for
 from tide_triton.many_nodes import ManyNodes
 from tide_triton.reduce_scatter import ReduceScatter
 from tide_triton.reducers import Kept, Reducer
+from tide_triton.switch_reduce import SwitchReduceScatter
 from tide_triton.transports import Transport
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.windows import Ring, Slot, SlotPool
@@ -65,7 +66,7 @@ class Domain:
         # Groups of one module, split by mesh, are unsharded together, so each index rotates for itself as well.
         depths = sorted({(b.depth, b.index_in_module) for b in self.bindings if b.depth is not None})
         uses = [
-            GroupUse(b.name, b.layout.nbytes, None if b.depth is None else depths.index((b.depth, b.index_in_module)))
+            GroupUse(b.name, b.slot_nbytes, None if b.depth is None else depths.index((b.depth, b.index_in_module)))
             for b in self.bindings
         ]
         rotation = assign(uses, prefetch, self.options.slots)
@@ -89,13 +90,29 @@ class Domain:
         smallest = self.transport.piece_nbytes
         if self._nodes is not None:
             return self._nodes.gatherer(layout, self.transport.rank, smallest)
-        return AllGather(layout, self.transport.rank, smallest_piece=smallest)
+        return AllGather(
+            layout,
+            self.transport.rank,
+            smallest_piece=smallest,
+            multicast_nbytes=self.options.multicast_nbytes,
+        )
 
     def reducer(self, landing: LandingLayout, ctas: int) -> Reducer:
         """The reduce-scatter of a group whose gradients land so."""
         if self._nodes is not None:
             return self._nodes.reducer(landing, self.transport.rank, ctas)
+        if self.sums_by_switch:
+            return SwitchReduceScatter(landing, self.transport.rank, ctas=ctas)
         return ReduceScatter(landing, self.transport.rank, ctas=ctas)
+
+    @property
+    def sums_by_switch(self) -> bool:
+        """Whether a switch sums gradients where it can."""
+        return self.options.switch_sums and self.transport.multicasts
+
+    def slot_nbytes(self, layout: SlotLayout) -> int:
+        """Bytes of a slot for a group that is laid out so: also for the gradients that a switch sums in it."""
+        return max(layout.nbytes, SwitchLayout(layout.spec).nbytes) if self.sums_by_switch else layout.nbytes
 
     @property
     def may_reuse_slots(self) -> bool:
@@ -125,7 +142,7 @@ class Domain:
     def grow(self, binding: GroupBinding) -> Slot:
         """A slot for `binding` alone."""
         self.grown += 1
-        return self.pool.add(binding.layout.nbytes, binding.layout.spec.digest, f"a slot of group '{binding.name}'")
+        return self.pool.add(binding.slot_nbytes, binding.layout.spec.digest, f"a slot of group '{binding.name}'")
 
     def on_every_rank(self, holds: bool, what: str) -> bool:
         """Whether `holds` is true on every rank: for choices that hang on what each process sees by itself.

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from tide_triton.all_gather import multicast_problem
 from tide_triton.errors import AttachError
 from tide_triton.kernels.views import FLOAT_DTYPES
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
@@ -24,12 +25,18 @@ class Options:
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES
     nodes: int | None = None
     wire_dtype: torch.dtype | None = None
+    multicast_nbytes: int | None = None
+    switch_sums: bool = False
+
+    @property
+    def wants_multicast(self) -> bool:
+        return self.multicast_nbytes is not None or self.switch_sums
 
     def check(self) -> None:
         """Raise AttachError for a value that cannot be."""
         if self.slots is not None and not _is_count(self.slots):
             raise AttachError(f"slots must be an integer >= 1, or None to size it from the model; got {self.slots!r}")
-        for name in ("strict", "reuse", "slot_reuse", "early_reduce", "keep_cast", "grads_in_slots"):
+        for name in ("strict", "reuse", "slot_reuse", "early_reduce", "keep_cast", "grads_in_slots", "switch_sums"):
             if not isinstance(value := getattr(self, name), bool):
                 raise AttachError(f"{name} must be True or False, got {value!r}")
         if self.grads_in_slots and not self.early_reduce:
@@ -58,6 +65,24 @@ class Options:
                 f"wire_dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, or None for what gradients are summed "
                 f"in; got {self.wire_dtype!r}"
             )
+        self._check_multicast()
+
+    def _check_multicast(self) -> None:
+        if problem := multicast_problem(self.multicast_nbytes):
+            raise AttachError(problem)
+        if self.wants_multicast and (self.nodes or 1) > 1:
+            asked = "switch_sums=True" if self.switch_sums else f"multicast_nbytes={self.multicast_nbytes}"
+            raise AttachError(
+                f"{asked} works on one node only, got nodes={self.nodes}: a switch reaches no other node; leave it "
+                f"out, or pass nodes=None"
+            )
+        if self.switch_sums and self.early_reduce:
+            raise AttachError(
+                "switch_sums=True needs early_reduce=False: the switch sums what lies in a group's slot, which is not "
+                "vacant before the group's last gradient is there"
+            )
+        if self.switch_sums and not self.slot_reuse:
+            raise AttachError("switch_sums=True needs slot_reuse=True: the switch sums what lies in a group's slot")
 
     def described(self) -> list[tuple[str, str]]:
         """Names and values, for ranks to compare."""

@@ -77,7 +77,7 @@ class Report:
                 g.gather_path,
                 g.reduce_path,
                 g.slot,
-                f"{g.gather.calls} ({g.gather.reused} reused)" if g.gather.reused else str(g.gather.calls),
+                _gathers(g.gather),
                 _reduces(g.reduce),
                 f"{(g.gather.wire_bytes + g.reduce.wire_bytes) / 1e6:.3f}",
                 f"{(g.gather.layout_copy_bytes + g.reduce.layout_copy_bytes) / 1e6:.3f}",
@@ -92,9 +92,17 @@ class Report:
         return capture.get().rstrip()
 
 
+def _gathers(traffic: Traffic) -> str:
+    """Calls, how many of them moved nothing, and what was multicast."""
+    notes = [f"{traffic.reused} reused"] if traffic.reused else []
+    notes += [f"{traffic.multicast_bytes / 1e6:.3f} MB multicast"] if traffic.multicast_bytes else []
+    return f"{traffic.calls} ({', '.join(notes)})" if notes else str(traffic.calls)
+
+
 def _reduces(traffic: Traffic) -> str:
-    """Calls, how many of them began early, and how many gradients stood in slots."""
+    """Calls, how many of them began early or were summed by a switch, and how many gradients stood in slots."""
     notes = [f"{traffic.early} early"] if traffic.early else []
+    notes += [f"{traffic.by_switch} by the switch"] if traffic.by_switch else []
     notes += [f"{traffic.in_slot} gradients in slots"] if traffic.in_slot else []
     return f"{traffic.calls} ({', '.join(notes)})" if notes else str(traffic.calls)
 

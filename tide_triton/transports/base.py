@@ -19,6 +19,7 @@ from typing import Final, Literal, Protocol
 
 import torch
 
+from tide_triton.kernels.multimem import Source
 from tide_triton.layouts import Copy
 
 READY: Final = 0
@@ -106,6 +107,33 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def multicasts(self) -> bool:
+        """Whether a switch between the ranks takes part: one put reaches every window, and sums are made on the way.
+
+        The same on every rank, and only where it was asked for when the transport was made.
+        """
+        ...
+
+    def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
+        """Copies to the same place of every rank's window at once, this rank's own included.
+
+        Only where the transport `multicasts`; otherwise as `prepare`. A source may be that very place of the own
+        window, which is then written with what it holds. Copies are of one row: what copies rows need not be an engine,
+        and only an engine may write to a multicast address. Not to be put while a CUDA graph is captured.
+
+        Raises IndexError where a copy leaves its source or the window, ValueError for one of several rows.
+        """
+        ...
+
+    def everywhere(self, window: Window, offset: int, numel: int) -> Source:
+        """What every rank's window holds from byte `offset` (a multiple of 16) on, `numel` bf16 elements, to be summed.
+
+        Only where the transport `multicasts`: a multicast range, or every rank's bytes where the switch is emulated.
+        Raises IndexError where they leave the window.
+        """
+        ...
+
     def put(self, put: Put) -> None:
         """Make what was prepared happen."""
         ...
@@ -171,3 +199,16 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give everything back. Idempotent."""
         ...
+
+
+def require_switch(multicasts: bool, name: str) -> None:
+    """Raise RuntimeError where a transport called `name` does not multicast."""
+    if not multicasts:
+        raise RuntimeError(f"the transport '{name}' does not multicast: see Transport.multicasts")
+
+
+def require_one_row(moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:
+    """Raise ValueError where a copy, meant for every window at once, has several rows."""
+    for _, copy in moves:
+        if copy.rows > 1:
+            raise ValueError(f"{copy} has several rows; put it to each rank")

@@ -19,16 +19,17 @@ rank's memory: no SM takes part.
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tide_triton.copy_engine import Batch, CopyEngine, batch
 from tide_triton.errors import PeerError, SharedMemoryError
+from tide_triton.kernels.multimem import Multicast, Source
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window, require_one_row, require_switch
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
@@ -41,11 +42,13 @@ class SymmetricMemory:
     """Memory of this rank and where every rank's twin of it is mapped here.
 
     own: uint8, (nbytes,). addresses: of each rank's memory, in rank order. keep: whatever must live as long.
+    multicast: where all twins are mapped at once, None where they are not or nobody has asked.
     """
 
     own: torch.Tensor
     addresses: tuple[int, ...]
     keep: Any
+    multicast: int | None = None
 
 
 class DeviceWindow:
@@ -57,6 +60,7 @@ class DeviceWindow:
         self.nbytes = nbytes
         self.header = header_nbytes(len(memory.addresses), word_nbytes)
         self.addresses = memory.addresses
+        self.multicast = memory.multicast
         self.memory = memory.own[self.header : self.header + nbytes]
         #: The highest value that any counter of this window was told to wait for.
         self.latest = 0
@@ -87,6 +91,11 @@ class DeviceWindow:
         for source, copy in moves:
             if copy.dst.end > self.nbytes or copy.src.end > source.nbytes:
                 raise IndexError(f"{copy} leaves its source of {source.nbytes} or its window of {self.nbytes} bytes")
+
+    def multicast_data(self) -> int:
+        """The address of the first byte after the counters in every rank's window at once."""
+        assert self.multicast is not None
+        return self.multicast + self.header
 
     @property
     def is_open(self) -> bool:
@@ -132,6 +141,9 @@ class DeviceTransport(abc.ABC):
     piece_nbytes: int | None = 16 << 20
     #: Bytes from one counter to the next; the first four count.
     word_nbytes = 4
+    #: Set by who makes it, before the first window, where every rank has no reason why not: symmetric memory is then
+    #: asked for its multicast address.
+    multicasts = False
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, device: torch.device) -> None:
         self.device = device
@@ -153,6 +165,10 @@ class DeviceTransport(abc.ABC):
     @abc.abstractmethod
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         """`nbytes` bytes of symmetric memory; every rank calls this with the same size."""
+
+    def why_no_multicast(self) -> str | None:
+        """Why this rank's GPU cannot multicast to the others, None where it can; asks, and changes nothing."""
+        return f"the transport '{self.name}' does not multicast"
 
     def _taken(self, nbytes: int) -> int:
         """Bytes of device memory that `_symmetric(nbytes)` takes at most."""
@@ -196,6 +212,22 @@ class DeviceTransport(abc.ABC):
         own.check(moves)
         destination = own.addresses[peer] + own.header
         return batch([(destination, source.data_ptr(), copy) for source, copy in moves])
+
+    def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
+        require_switch(self.multicasts, self.name)
+        require_one_row(moves)
+        own = _own(window)
+        own.check(moves)
+        copies = [(own.multicast_data(), source.data_ptr(), copy) for source, copy in moves]
+        # A kernel that copies, as CUDA may start for a copy of its own, must not touch a multicast address.
+        return replace(batch(copies), engine_only=True)
+
+    def everywhere(self, window: Window, offset: int, numel: int) -> Source:
+        require_switch(self.multicasts, self.name)
+        own = _own(window)
+        if offset < 0 or offset + numel * torch.bfloat16.itemsize > own.nbytes:
+            raise IndexError(f"{numel} bf16 elements at byte {offset} lie outside a window of {own.nbytes} bytes")
+        return Multicast(own.multicast_data() + offset, numel)
 
     def put(self, put: Put) -> None:
         assert isinstance(put, Batch)

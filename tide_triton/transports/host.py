@@ -5,6 +5,9 @@ The embedded default, and the executor of every schedule in the tests. Each wind
     | READY from rank 0 .. W-1 | WRITTEN from rank 0 .. W-1 | pad to 256 | nbytes of data |
 
 Counters are written by one rank and read by one, so no word is ever updated by two.
+
+A switch can be emulated, for schedules that need one: a multicast is then a copy into every rank's window, one after
+the other, and what is summed is every rank's window as it is mapped here.
 """
 
 import mmap
@@ -16,10 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from tide_triton.errors import PeerError, SharedMemoryError
+from tide_triton.kernels.multimem import Source
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window
+from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window, require_one_row, require_switch
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
@@ -74,6 +78,7 @@ class HostTransport:
     """The host transport between the ranks of `rendezvous`, which must be processes of one machine.
 
     timeout_s: seconds that any wait may take.
+    emulate_switch: whether to multicast, through an emulated switch.
 
     Raises PeerError where a rank does not come, OSError where the ranks do not share a machine.
     """
@@ -82,8 +87,9 @@ class HostTransport:
     #: Nothing overlaps here, so nothing is gained by pieces.
     piece_nbytes: int | None = None
 
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float, *, emulate_switch: bool = False) -> None:
         self.device = torch.device("cpu")
+        self.multicasts = emulate_switch
         self.rank = rendezvous.rank
         self.world_size = rendezvous.world_size
         self.global_ranks = rendezvous.global_ranks
@@ -141,6 +147,18 @@ class HostTransport:
                 (to, torch.as_strided(src, shape, (copy.src_pitch, 1), src.storage_offset() + copy.src_offset))
             )
         return HostPut(pairs)
+
+    def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> "HostPut":
+        require_switch(self.multicasts, self.name)
+        require_one_row(moves)
+        return HostPut([pair for rank in range(self.world_size) for pair in self.prepare(window, rank, moves).pairs])
+
+    def everywhere(self, window: Window, offset: int, numel: int) -> Source:
+        require_switch(self.multicasts, self.name)
+        own, nbytes = _own(window), numel * torch.bfloat16.itemsize
+        if offset < 0 or offset + nbytes > own.nbytes:
+            raise IndexError(f"{nbytes} bytes at {offset} lie outside a window of {own.nbytes} bytes")
+        return [memory[offset : offset + nbytes].view(torch.bfloat16) for memory in own.bytes]
 
     def put(self, put: Put) -> None:
         assert isinstance(put, HostPut)

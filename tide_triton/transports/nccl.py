@@ -50,12 +50,24 @@ class NcclTransport(DeviceTransport):
         backend: Any = group._get_backend(self.device)
         return self._nccl.Communicator(backend._comm_ptr())
 
+    def why_no_multicast(self) -> str | None:
+        # Also where NCCL_NVLS_ENABLE=0 has switched it off.
+        return None if self._communicator.properties.multimem_support else "NCCL reports no multicast"
+
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         own = self._nccl.torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         window = self._register(self._communicator, own)
         addresses = tuple(self._address(window, peer) for peer in range(self.world_size))
         # A window keeps nothing alive, and must be closed before its memory goes.
-        return SymmetricMemory(own, addresses, Registered(window, own))
+        registered = Registered(window, own)
+        # NCCL makes a multicast object when it is first asked for its address, and not before.
+        multicast = window.get_lsa_multimem_device_pointer() if self.multicasts else None
+        if self.multicasts and multicast is None:
+            raise TideError(
+                f"NCCL reports multicast and gives no multicast address for {nbytes} bytes on {self.device}; pass "
+                f"multicast_nbytes=None and switch_sums=False"
+            )
+        return SymmetricMemory(own, addresses, registered, multicast)
 
     def _register(self, communicator: Any, own: torch.Tensor) -> Any:
         """A window of `communicator` over `own`; every rank calls this at once."""

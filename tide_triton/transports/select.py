@@ -1,15 +1,17 @@
 """Which transport a group of ranks uses."""
 
+import warnings
 from typing import Final, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from tide_triton.transports.base import Transport
+from tide_triton.transports.device import DeviceTransport
 from tide_triton.transports.host import HostTransport
 from tide_triton.transports.rendezvous import Rendezvous
 
-TransportName = Literal["auto", "host", "nccl", "symm", "nccl_rma", "nvshmem"]
+TransportName = Literal["auto", "host", "host_switch", "nccl", "symm", "nccl_rma", "nvshmem"]
 NAMES: Final[tuple[str, ...]] = get_args(TransportName)
 
 
@@ -18,7 +20,7 @@ def check(transport: str, device: torch.device) -> None:
     if transport not in NAMES:
         raise ValueError(f"transport must be one of {', '.join(map(repr, NAMES))}, got {transport!r}")
     on_gpus = ("auto", "nccl", "symm", "nccl_rma", "nvshmem")
-    fitting = {"cpu": ("auto", "host"), "cuda": on_gpus}.get(device.type)
+    fitting = {"cpu": ("auto", "host", "host_switch"), "cuda": on_gpus}.get(device.type)
     if fitting is None:
         raise ValueError(f"there is no transport for tensors on {device}; keep the stock collectives there")
     if transport not in fitting:
@@ -34,8 +36,13 @@ def make(
     meeting: Rendezvous,
     timeout_s: float,
     nodes: int = 1,
+    *,
+    multicast: bool = False,
 ) -> tuple[Transport, str]:
     """The transport between the ranks of `group` for tensors of `device`, and why it was picked.
+
+    multicast: whether to multicast where every rank can, which is why for the second result too; where one cannot, a
+    warning says so. Without it no library is asked for multicast.
 
     nodes: on how many nodes the ranks are, equally many on each, in rank order: "nccl_rma" and "nvshmem" put to those
     of other nodes as over a network, also where they could reach their memory.
@@ -43,8 +50,37 @@ def make(
     Raises what the transport raises where it cannot be had, on every rank.
     """
     check(transport, device)
+    made, why = _make(transport, device, group, meeting, timeout_s, nodes)
+    if not multicast:
+        return made, why
+    try:
+        return made, f"{why}, {_agree_on_multicast(made, meeting)}"
+    except BaseException:
+        made.close()
+        raise
+
+
+def _agree_on_multicast(made: Transport, meeting: Rendezvous) -> str:
+    """Let `made` multicast if every rank's can; whether it does, and why not."""
+    reason = None if made.multicasts else f"the transport '{made.name}' does not multicast"
+    if isinstance(made, DeviceTransport) and made.name in ("nccl", "symm"):
+        reason = made.why_no_multicast()
+    reasons = _reasons(meeting, reason)
+    if isinstance(made, (HostTransport, DeviceTransport)):
+        made.multicasts = not reasons
+    if not reasons:
+        return "with multicast"
+    warnings.warn(f"tide_triton: no multicast, peer copies instead: {reasons[0]}", stacklevel=4)
+    return f"no multicast: {reasons[0]}"
+
+
+def _make(
+    transport: str, device: torch.device, group: dist.ProcessGroup, meeting: Rendezvous, timeout_s: float, nodes: int
+) -> tuple[Transport, str]:
     if device.type == "cpu":
-        return HostTransport(meeting, timeout_s), "tensors are on the CPU"
+        switch = transport == "host_switch"
+        why = "asked for, with an emulated switch" if switch else "tensors are on the CPU"
+        return HostTransport(meeting, timeout_s, emulate_switch=switch), why
     from tide_triton.transports import nccl, nccl_rma, nvshmem, nvshmem_runtime, symm
 
     if transport == "symm":

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from tide_triton.errors import TideError
 from tide_triton.transports.device import DeviceTransport, SymmetricMemory
 from tide_triton.transports.rendezvous import Rendezvous
 
@@ -18,9 +19,23 @@ class SymmTransport(DeviceTransport):
         super().__init__(rendezvous, timeout_s, device)
         self._group = group
 
+    def why_no_multicast(self) -> str | None:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        # Also where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 has switched it off.
+        supported = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, self.device.index)
+        return None if supported else "torch's symmetric memory reports no multicast"
+
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
         handle = symmetric_memory.rendezvous(own, group=self._group)
-        return SymmetricMemory(own, tuple(handle.buffer_ptrs), (own, handle))
+        multicast = int(handle.multicast_ptr) or None if self.multicasts else None
+        if self.multicasts and multicast is None:
+            raise TideError(
+                f"torch's symmetric memory reports multicast and gives no multicast address for {nbytes} bytes on "
+                f"{self.device}; pass multicast_nbytes=None and switch_sums=False"
+            )
+        return SymmetricMemory(own, tuple(handle.buffer_ptrs), (own, handle), multicast)

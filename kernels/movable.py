@@ -17,7 +17,7 @@ from tide_triton.kernels.launch import Prepared
 #: Table entries to whose multiples tables are placed: Triton specialises on a table's alignment.
 _ALIGN = 16
 #: Bytes by whose multiples a tensor may move: kernels are specialised on the alignment of what they read and write.
-_STEP = 16
+STEP = 16
 
 
 class Movable:
@@ -64,11 +64,13 @@ class Movable:
         if addresses == self._addresses:
             return True
         by = np.array(addresses, dtype=np.int64) - np.array(self._addresses, dtype=np.int64)
-        if (by % _STEP).any():
+        if (by % STEP).any():
             return False
-        self._host[self._positions] += by[self._owners]
         self._addresses = list(addresses)
-        self._upload()
+        shifts = by[self._owners]
+        if shifts.any():
+            self._host[self._positions] += shifts
+            self._upload()
         return True
 
     def _upload(self) -> None:

@@ -411,7 +411,11 @@ class SimulatedTransport:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        yield
+        at_work.append(self)
+        try:
+            yield
+        finally:
+            at_work.pop()
 
     def mark(self) -> Mark | None:
         # In order, marks cost nothing and say nothing, as on the host.
@@ -427,6 +431,10 @@ class SimulatedTransport:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+#: Those in whose order torch itself works now, the innermost last.
+at_work: list[SimulatedTransport] = []
 
 
 class _OnStream:

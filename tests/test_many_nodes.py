@@ -22,7 +22,7 @@ from tests.fsdp.models import BF16, FP16, FULL, MIXED, Model, grid, line, seeded
 from tests.fsdp.parity import Loop, Row, difference, rows_of, train
 from tests.ranks import RankPools, fresh_ranks
 from tests.test_collectives import gathered_wrong, part, random_spec, whole
-from tide_triton import Collectives, collectives, hierarchical_steps, rail_gather
+from tide_triton import Collectives, collectives, hierarchical_plan, rail_gather
 from tide_triton.errors import AbortedError, AttachError, MismatchError, PeerLostError
 from tide_triton.fsdp.reference import reduce_in_rank_order
 from tide_triton.layouts import (
@@ -149,7 +149,7 @@ def in_many_turns(rank: int, world: int, topology: Topology, counted: int) -> li
     """A reduction of more chunks, and a gather of more of them, than a turn can count."""
     spec = GroupSpec(world, (TensorSpec("w", (world * 150 + 1, 7), "bfloat16"), TensorSpec("b", (5,), "float32")))
     with (
-        mock.patch.object(hierarchical_steps, "PARTS", counted),
+        mock.patch.object(hierarchical_plan, "PARTS", counted),
         mock.patch.object(rail_gather, "PARTS", counted),
         opened(spec, topology, 256 * (topology.gpus_per_node + 1), 2) as both,
     ):
@@ -361,6 +361,7 @@ SETTINGS: dict[str, Setting] = {
     "bf16 wire, fp32 gradients, a node a rank": Setting(partial(_model, FULL), Topology(4, 1), wire=torch.bfloat16),
     "bf16 reduce": Setting(partial(_model, BF16), Topology(2, 2)),
     "fp16 reduce with pre-division": Setting(partial(_model, FP16), Topology(2, 2)),
+    "fp16 reduce with pre-division, a node a rank": Setting(partial(_model, FP16), Topology(4, 1)),
     "accumulation without sync": Setting(_model, Topology(2, 2), Loop(steps=2, micro=2, sync=False)),
     "early reduction": Setting(_model, Topology(2, 2), Loop(steps=4), options={"early_reduce": True}),
     "cast shards kept": Setting(_model, Topology(2, 2), options={"keep_cast": True, "reuse": False}),

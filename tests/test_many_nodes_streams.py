@@ -4,22 +4,32 @@ Ranks, streams and what happens when are those of `tests.simulated_transport`. B
 some turns of the same slots, and are held to the stated sums bit by bit; slots are poisoned once they have been read.
 """
 
-from collections.abc import Iterator
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from tests.simulated_transport import POISON, Cluster, SimulatedTransport, _OnStream, kernels_on_streams
+from tests.simulated_transport import POISON, Cluster, SimulatedTransport, _OnStream, at_work, kernels_on_streams
 from tests.test_collectives import part, random_spec, whole
 from tests.test_many_nodes import sum_over_nodes
-from tide_triton import hierarchical_steps
+from tide_triton import hierarchical_program, hierarchical_reduce
+from tide_triton.hierarchical_plan import Plan
+from tide_triton.hierarchical_program import Memory, Program, empty_accumulator
 from tide_triton.hierarchical_reduce import HierarchicalReduceScatter, rings_nbytes
-from tide_triton.layouts import LandingLayout, Pacing, SlotLayout, Topology, Wait
+from tide_triton.kernels import accumulate
+from tide_triton.kernels.launch import Prepared
+from tide_triton.kernels.movable import Movable
+from tide_triton.kernels.tables import Launch, make_launch
+from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, TensorSpec, Topology, Wait
 from tide_triton.paced import PacedTurn
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.reducers import Reduction
@@ -32,16 +42,71 @@ TOPOLOGIES = [Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(4, 1), To
 TURNS = 3
 
 
+def _at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """The memory at `address`, seen as `like` (meta) is."""
+    span = like.untyped_storage().nbytes()
+    if not like.numel():
+        return torch.empty(0, dtype=like.dtype)
+    memory = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=torch.uint8)
+    return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _sum_by_address(cluster: Cluster, contributions: Any, outputs: Any, **options: Any) -> Prepared:
+    """A sum that knows its tensors only by a table, which it reads when it happens: as a kernel does."""
+    tensors = [*(tensor for ranks in contributions for tensor in ranks), *outputs]
+    rows, counts = [[tensor.data_ptr()] for tensor in tensors], [(0, 0)] * len(tensors)
+    launch = make_launch([], rows, counts, torch.device("cpu"), {}, 1, address_columns=(0,))
+    likes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
+    count, ranks = len(outputs), len(contributions[0])
+    landed = [tensor for tensor in tensors[:-count] if cluster.window_of(tensor) is not None]
+
+    def run(launches: Sequence[Launch], stream: int | None) -> None:
+        (launch,) = launches
+
+        def happen() -> None:
+            places = launch.table[list(launch.addresses)].tolist()
+            views = [_at(address, like) for address, like in zip(places, likes, strict=True)]
+            given, into = views[:-count], views[-count:]
+            accumulate([given[i : i + ranks] for i in range(0, len(given), ranks)], into, **options)
+
+        _OnStream(happen, "sum", landed, ())(stream)
+
+    return Prepared(run, [launch], is_reusable=True)
+
+
+class _Allocator:
+    """Accumulators as a GPU's allocator gives them: the next may lie where the last is, in the order of one stream."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._given = 0
+
+    def __call__(self, plan: Plan, transport: Any, wide: torch.dtype) -> torch.Tensor:
+        key = (transport, plan.hierarchy.chunk_numel, wide)
+        if key not in self._kept:
+            self._kept[key] = [torch.full((plan.hierarchy.chunk_numel,), torch.nan, dtype=wide) for _ in range(2)]
+        self._given += 1
+        return self._kept[key][self._given // 3 % 2]
+
+
 @contextmanager
 def on_streams() -> Iterator[None]:
-    """`kernels_on_streams`, for the sums of this reduce-scatter as well."""
-    accumulate = hierarchical_steps.prepare_accumulate
+    """`kernels_on_streams`, with the sums of this reduce-scatter, which can be moved, and uploads of their tables."""
 
-    def prepare_accumulate(contributions: Any, outputs: Any, **options: Any) -> _OnStream:
-        reads = [tensor for ranks in contributions for tensor in ranks]
-        return _OnStream(accumulate(contributions, outputs, **options), "sum", reads, ())
+    def prepare_accumulate(contributions: Any, outputs: Any, **options: Any) -> Prepared:
+        options.pop("ctas")
+        return _sum_by_address(at_work[-1].cluster, contributions, outputs, **options)
 
-    with kernels_on_streams(), mock.patch.object(hierarchical_steps, "prepare_accumulate", prepare_accumulate):
+    def upload(self: Movable) -> None:
+        table = torch.from_numpy(self._host.copy())
+        at_work[-1].enqueue("upload", lambda: self._device.copy_(table))
+
+    with (
+        kernels_on_streams(),
+        mock.patch.object(hierarchical_program, "prepare_accumulate", prepare_accumulate),
+        mock.patch.object(hierarchical_reduce, "empty_accumulator", _Allocator()),
+        mock.patch.object(Movable, "_upload", upload),
+    ):
         yield
 
 
@@ -71,9 +136,11 @@ class _Script:
         self.cluster = Cluster(self.world, in_order=in_order)
         self.ranks: dict[int, _Rank] = {}
         self.wrong: list[str] = []
+        #: Of the memory of gradients and outputs.
+        self.memories: list[weakref.ref[np.ndarray[Any, Any]]] = []
         self.gradients = [
             [
-                [whole(t, 999 * r + 50 * n + i, self.dtype) for i, t in enumerate(self.spec.tensors)]
+                [self._watched(whole(t, 999 * r + 50 * n + i, self.dtype)) for i, t in enumerate(self.spec.tensors)]
                 for n in range(TURNS)
             ]
             for r in range(self.world)
@@ -84,6 +151,12 @@ class _Script:
         for number in range(TURNS):
             self.cluster.call(lambda transport, number=number: self._turn(transport, number), f"turn {number}")
         self.cluster.mix(draw)
+
+    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy whose memory is known to be gone once nothing uses it."""
+        memory = np.empty(max(tensor.nbytes, 1), dtype=np.uint8)
+        self.memories.append(weakref.ref(memory))
+        return torch.from_numpy(memory)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _set_up(self, transport: SimulatedTransport) -> None:
         pool, rank, layout = SlotPool(transport), transport.rank, SlotLayout(self.spec)
@@ -114,7 +187,7 @@ class _Script:
         this.slot.vacate()
 
         gradients = self.gradients[rank][number]
-        outputs = [torch.full((numel,), torch.nan) for numel in this.reducer.padded_numels]
+        outputs = [self._watched(torch.full((numel,), torch.nan)) for numel in this.reducer.padded_numels]
         this.alive += [*shards, *outputs]
         reduction = Reduction(torch.float32, divisor=float(self.world))
         this.reducer(this.rings, list(enumerate(gradients)), outputs, reduction, "the group", Traffic())
@@ -177,6 +250,53 @@ def test_without_any_one_kind_of_wait_it_shows(counter: str, own: bool) -> None:
 
     with on_streams(), mock.patch.object(PacedTurn, "wait", wait):
         assert any(_fails(topology, seed) for seed in range(3) for topology in TOPOLOGIES)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_steps_are_prepared_once_and_follow_gradients_and_outputs_that_lie_elsewhere(topology: Topology) -> None:
+    with on_streams(), mock.patch.object(hierarchical_reduce, "Program", wraps=Program) as prepared:
+        script = _Script(topology, seed=1, in_order=False)
+    for turns in script.gradients:
+        assert len({gradient.data_ptr() for turn in turns for gradient in turn}) > len(script.spec.tensors)
+    assert not script.wrong
+    assert prepared.call_count == topology.world_size
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_what_is_prepared_keeps_neither_gradients_nor_outputs_alive(topology: Topology) -> None:
+    with on_streams():
+        script = _Script(topology, seed=1, in_order=False)
+    assert all(memory() is not None for memory in script.memories)
+    script.gradients.clear()
+    script.cluster.sources.clear()
+    for this in script.ranks.values():
+        this.alive.clear()
+    gc.collect()
+    assert all(this.reducer._programs._kept for this in script.ranks.values())
+    assert all(memory() is None for memory in script.memories)
+
+
+def test_tables_that_are_uploaded_in_another_order_than_they_are_read_show() -> None:
+    in_lane = hierarchical_program._in
+    with on_streams(), mock.patch.object(hierarchical_program, "_in", lambda to, _: in_lane(to, "receipts")):
+        assert any(_fails(topology, seed) for seed in range(3) for topology in TOPOLOGIES)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_steps_for_gradients_that_share_memory_are_prepared_anew(apart: bool) -> None:
+    """One of them may lie elsewhere the next time, and an address does not say whose it is."""
+    topology, pacing = Topology(2, 1), Pacing(64, 2)
+    spec = GroupSpec(2, (TensorSpec("v", (8, 4), "float32"), TensorSpec("w", (8, 4), "float32")))
+    pool = SlotPool(Cluster(2).transports[0])
+    slot = pool.add(rings_nbytes(topology, pacing), "0", "the rings")
+    reducer = HierarchicalReduceScatter(LandingLayout(spec, "float32"), 0, topology, pacing)
+    plan = reducer.plan((0, 1), Reduction())
+    gradient = torch.zeros(8, 4)
+    gradients = {0: gradient, 1: torch.zeros(8, 4) if apart else gradient}
+    outputs = {index: torch.zeros(16) for index in gradients}
+    with on_streams():
+        memory = Memory(gradients, outputs, empty_accumulator(plan, slot.transport, torch.float32))
+        assert Program(plan, slot, memory, Reduction(), None).is_reusable == apart
 
 
 def test_without_credits_for_whole_turns_it_shows() -> None:

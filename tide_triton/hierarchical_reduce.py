@@ -2,8 +2,9 @@
 
     gradients --node--> contributions --sum--> outbox --rail--> partials --sum--> accumulator --> shard
 
-`layouts.hierarchy` says which rank takes which step when, and what each step waits for; `hierarchical_steps` makes it
-happen, chunk by chunk through three rings in one window, whose size hangs on neither group nor world.
+`layouts.hierarchy` says which rank takes which step when, and what each step waits for; `hierarchical_program` prepares
+the steps, and `hierarchical_steps` makes them happen, chunk by chunk through three rings in one window, whose size
+hangs on neither group nor world.
 
 **What is rounded where**, with `Reduction`'s three knobs and everything to nearest even:
 
@@ -24,9 +25,13 @@ from collections.abc import Mapping
 
 import torch
 
-from tide_triton.hierarchical_steps import Execution, Plan, plan
+from tide_triton.hierarchical_plan import Plan, plan
+from tide_triton.hierarchical_program import Memory, Program, empty_accumulator
+from tide_triton.hierarchical_steps import Execution
 from tide_triton.layouts import Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
 from tide_triton.layouts.slots import align
+from tide_triton.paced import refuse_capture
+from tide_triton.programs import Programs
 from tide_triton.reducers import Kept, Reducer, Reduction, Underway
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot
@@ -73,6 +78,7 @@ class HierarchicalReduceScatter(Reducer):
         self.ctas = ctas
         self.padded_numels = [shard(tensor, world, rank).padded_numel for tensor in landing.tensors]
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
+        self._programs: Programs[Program] = Programs()
 
     def start(
         self, through: Slot | Ring, outputs: Mapping[int, torch.Tensor], reduction: Reduction, what: str
@@ -90,6 +96,17 @@ class HierarchicalReduceScatter(Reducer):
             hierarchy = Hierarchy(self.topology, self.pacing, dtype, wire)
             self._plans[key] = plan(hierarchy, self.landing, indices, self.rank)
         return self._plans[key]
+
+    def program(self, slot: Slot, memory: Memory, reduction: Reduction) -> Program:
+        """What was prepared for the plan of these tensors, moved to `memory`."""
+        plan = self.plan(tuple(memory.outputs), reduction)
+        program = self._programs.get(
+            (slot, reduction, memory.key()),
+            lambda: Program(plan, slot, memory, reduction, self.ctas),
+            lambda program: program.is_reusable,
+        )
+        program.move(memory)
+        return program
 
     def wide(self, reduction: Reduction) -> torch.dtype:
         """What is summed in."""
@@ -126,9 +143,12 @@ class HierarchicalReducing(Underway):
         self.waiting[index] = gradient
         if self._plan is None or len(self.waiting) < len(self.outputs):
             return None
-        wide, ctas = self._reducer.wide(self.reduction), self._reducer.ctas
-        steps = Execution(self._plan, self._slot, self.waiting, self.outputs, self.reduction, wide, ctas)
-        self._done = steps.run(self._what)
+        refuse_capture(self._transport, self._what)
+        in_order = {index: self.waiting[index] for index in self.outputs}
+        accumulator = empty_accumulator(self._plan, self._transport, self._reducer.wide(self.reduction))
+        memory = Memory(in_order, self.outputs, accumulator)
+        program = self._reducer.program(self._slot, memory, self.reduction)
+        self._done = Execution(self._plan, program, self._slot).run(self._what)
         gradients, self.waiting = list(self.waiting.values()), {}
         self.sent.update(self.outputs)
         return Kept(gradients, self._done)

@@ -15,11 +15,20 @@ from collections.abc import Mapping
 from typing import Final
 
 from tide_triton.layouts import Wait
-from tide_triton.transports import ACKNOWLEDGED, VACATED, WRITTEN, Lane, Mark
+from tide_triton.transports import ACKNOWLEDGED, VACATED, WRITTEN, Lane, Mark, Transport
 from tide_triton.windows import PARTS, Slot
 
 _WORDS: Final[Mapping[str, int]] = {"landed": WRITTEN, "acknowledged": ACKNOWLEDGED, "vacated": VACATED}
 _PHASES: Final[Mapping[str, str]] = {"landed": "data", "acknowledged": "acknowledgement", "vacated": "credit"}
+
+
+def refuse_capture(transport: Transport, what: str) -> None:
+    """Raise RuntimeError, for group and collective `what`, where a graph is being captured."""
+    if transport.capture is not None:
+        raise RuntimeError(
+            f"{what} goes over several nodes and cannot be captured in a CUDA graph; capture it on one node (nodes="
+            f"None), or capture the modules' computation only"
+        )
 
 
 class PacedTurn:
@@ -32,11 +41,7 @@ class PacedTurn:
     """
 
     def __init__(self, slot: Slot, what: str, sources: Mapping[int, int]) -> None:
-        if slot.transport.capture is not None:
-            raise RuntimeError(
-                f"{what} goes over several nodes and cannot be captured in a CUDA graph; capture it on one node (nodes="
-                f"None), or capture the modules' computation only"
-            )
+        refuse_capture(slot.transport, what)
         self._transport = slot.transport
         self._window = slot.window
         self.turn = slot.open(what, sources=sources)

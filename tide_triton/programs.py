@@ -1,7 +1,8 @@
 """What a collective prepared for memory that came back at the same addresses.
 
 Caching allocators hand a step the addresses of the step before, so that everything that depends on addresses (kernel
-tables, views) is prepared once. A program holds addresses, never tensors: it keeps no gradient alive.
+tables, views) is prepared once. A program holds addresses, never tensors: it keeps no gradient alive. One that can be
+moved is kept for memory at any addresses.
 """
 
 from collections import OrderedDict
@@ -12,7 +13,7 @@ Program = TypeVar("Program")
 
 
 class Programs(Generic[Program]):
-    """The last `capacity` programs, by the addresses they were prepared for."""
+    """The last `capacity` programs, by what they were prepared for."""
 
     def __init__(self, capacity: int = 16) -> None:
         self._capacity = capacity

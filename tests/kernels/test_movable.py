@@ -1,5 +1,7 @@
 """Prepared sums follow their tensors to other addresses."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -67,3 +69,16 @@ def test_memory_that_is_not_said_to_move_stays_where_it_was(kept: bool) -> None:
     expected = [torch.empty_like(output) for output in into]
     accumulate_reference(contributions if kept else others, expected)
     assert all(torch.equal(got, want) for got, want in zip(into, expected, strict=True))
+
+
+def test_nothing_is_uploaded_where_only_tensors_have_moved_that_no_launch_uses() -> None:
+    contributions, outputs = _tensors(1)
+    unused = torch.zeros(64, device=DEVICE)
+    moving = [*_flat(contributions, outputs), unused]
+    movable = Movable([prepare_accumulate(contributions, outputs, engine="triton")], moving)
+    addresses = [x.data_ptr() for x in moving]
+    with mock.patch.object(movable, "_upload") as upload:
+        assert movable.move([*addresses[:-1], addresses[-1] + 64])
+        upload.assert_not_called()
+        assert movable.move([addresses[0] + 64, *addresses[1:]])
+        upload.assert_called_once()

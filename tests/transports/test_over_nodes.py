@@ -188,6 +188,43 @@ def test_puts_from_anywhere_arrive_and_touch_nothing_else(kind: str, peer: int) 
             assert max(case.library.grouped, default=0) <= 16
 
 
+@pytest.mark.usefixtures("small_staging")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("peer", [1, 2, 3])
+def test_puts_follow_sources_that_move_wherever_they_move_to(kind: str, peer: int) -> None:
+    """Into a window and out of it as well: what can be read where it is changes."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        case = Case(kind, 4096)
+        copies, start = [], 1024
+        for _ in range(draw.randint(1, 8)):
+            copies.append(_random_copy(draw, 512, start))
+            start = copies[-1].dst.end + draw.choice([0, 0, 7])
+
+        def sources(draw: random.Random = draw, case: Case = case, count: int = len(copies)) -> list[torch.Tensor]:
+            """Somewhere in the window, or outside of it."""
+            places = [draw.choice([None, 0, 512]) for _ in range(count)]
+            return [
+                torch.empty(512, dtype=torch.uint8) if at is None else case.window.memory[at : at + 512]
+                for at in places
+            ]
+
+        before = sources()
+        put = case.transport.prepare(case.window, peer, list(zip(before, copies, strict=True)))
+        for _ in range(3):
+            after = sources()
+            for source in after:
+                source.copy_(torch.randint(0, 255, (512,), dtype=torch.uint8))
+            wanted = [memory.clone() for memory in case.memories]
+            for source, copy in zip(after, copies, strict=True):
+                _naive(copy, source, wanted[peer][case.header :])
+            put = put.moved([new.data_ptr() - old.data_ptr() for new, old in zip(after, before, strict=True)])
+            case.transport.put(put)
+            for rank, memory in enumerate(case.memories):
+                assert torch.equal(memory, wanted[rank]), f"seed {seed}, rank {rank}"
+            before = after
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("peer", [1, 2, 3])
 def test_a_counter_of_any_rank_is_raised_where_that_rank_waits_for_it(kind: str, peer: int) -> None:

@@ -17,7 +17,7 @@ everything put on the same stream, and waited for in this rank's memory by its s
 import abc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -43,22 +43,38 @@ class Piece:
     nbytes: int
 
 
-#: What to copy into the staging, and what to put from there.
+#: What to copy into the staging, and what to put from there. The batch's `order` numbers the copies of the whole put.
 Filling = tuple[Batch, tuple[Piece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePut:
-    """Pieces to put from where they are, then fillings of the staging. Holds addresses only."""
+    """Pieces to put from where they are, then fillings of the staging. Holds addresses only.
 
+    moves: what it was prepared from: the address that a copy's `src_offset` counts from, and the copy.
+    owners: of each piece, its number among them.
+    """
+
+    transport: "OverNodes"
     window: DeviceWindow
     peer: int
+    moves: tuple[tuple[int, Copy], ...]
     pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]
     fillings: tuple[Filling, ...]
     is_reusable: bool = True
 
-    def moved(self, by: Sequence[int]) -> Put:
-        raise NotImplementedError("puts to other nodes are prepared anew for other sources")
+    def moved(self, by: Sequence[int]) -> "RemotePut":
+        moves = tuple((address + step, copy) for (address, copy), step in zip(self.moves, by, strict=True))
+        if not all(self.transport.reads(self.peer, *moves[owner]) for owner in self.owners):
+            # What was put from where it was must go through the staging now.
+            return self.transport.remote_put(self.window, self.peer, moves)
+        pieces = tuple(
+            replace(piece, address=piece.address + by[owner])
+            for piece, owner in zip(self.pieces, self.owners, strict=True)
+        )
+        filled = tuple((filling.moved(by), staged) for filling, staged in self.fillings)
+        return replace(self, moves=moves, pieces=pieces, fillings=filled)
 
 
 class OverNodes(DeviceTransport):
@@ -95,19 +111,29 @@ class OverNodes(DeviceTransport):
         if not self._is_remote(peer):
             return super().prepare(window, peer, moves)
         assert isinstance(window, DeviceWindow)
-        assert self._staging is not None
         window.check(moves)
+        return self.remote_put(window, peer, tuple((source.data_ptr(), copy) for source, copy in moves))
+
+    def remote_put(self, window: DeviceWindow, peer: int, moves: tuple[tuple[int, Copy], ...]) -> RemotePut:
+        """moves: as for `RemotePut`."""
+        assert self._staging is not None
         pieces: list[Piece] = []
-        indirect: list[AddressedCopy] = []
-        for source, copy in moves:
-            address = source.data_ptr()
+        owners: list[int] = []
+        indirect: dict[int, AddressedCopy] = {}
+        for number, (address, copy) in enumerate(moves):
             where_it_is = direct(window.header, address, copy)
-            if where_it_is is not None and self._reads(peer, address + copy.src_offset, _extent(copy)):
+            if where_it_is is not None and self.reads(peer, address, copy):
                 pieces += where_it_is
+                owners += [number] * len(where_it_is)
             else:
-                indirect.append((window.header, address, copy))
+                indirect[number] = (window.header, address, copy)
         area = self._staging.memory.data_ptr() + self.reserved_nbytes
-        return RemotePut(window, peer, tuple(pieces), fillings(indirect, area, STAGING_NBYTES))
+        filled = fillings(list(indirect.values()), area, STAGING_NBYTES, list(indirect))
+        return RemotePut(self, window, peer, moves, tuple(pieces), tuple(owners), filled)
+
+    def reads(self, peer: int, address: int, copy: Copy) -> bool:
+        """Whether the library can put to `peer` all that `copy` reads, from `address` on, from where it is."""
+        return self._reads(peer, address + copy.src_offset, _extent(copy))
 
     def put(self, put: Put) -> None:
         if not isinstance(put, RemotePut):
@@ -175,35 +201,45 @@ def direct(at: int, address: int, copy: Copy) -> list[Piece] | None:
     return [Piece(source + row * copy.src_pitch, destination + row * copy.dst_pitch, copy.width) for row in rows]
 
 
-def fillings(copies: Sequence[AddressedCopy], area: int, nbytes: int) -> tuple[Filling, ...]:
+def fillings(
+    copies: Sequence[AddressedCopy], area: int, nbytes: int, numbers: Sequence[int] | None = None
+) -> tuple[Filling, ...]:
     """`copies` by way of `nbytes` bytes at `area`. Rows come to lie side by side there, and neighbours go as one piece.
 
     copies: as (the byte of the peer's window that `dst_offset` counts from, the address that `src_offset` does, copy).
+    numbers: by which the batches' `order` names them; None for their places.
     """
     done: list[Filling] = []
     into: list[AddressedCopy] = []
+    owners: list[int] = []
     out: list[Piece] = []
     filled = 0
-    for at, address, copy in copies:
+
+    def filling() -> Filling:
+        made = batch(into)
+        return replace(made, order=tuple(owners[number] for number in made.order)), tuple(out)
+
+    for number, (at, address, copy) in zip(range(len(copies)) if numbers is None else numbers, copies, strict=True):
         for part in _cut(copy, nbytes - _ALIGNMENT):
             to = at + part.dst_offset
             start = filled + (to - area - filled) % _ALIGNMENT
             if start + part.nbytes > nbytes:
-                done.append((batch(into), tuple(out)))
-                into, out = [], []
+                done.append(filling())
+                into, owners, out = [], [], []
                 start = (to - area) % _ALIGNMENT
-            if part.src_pitch == part.width:
-                into.append((area, address, _flat(part.src_offset, start, part.nbytes)))
-            else:
-                into.append(
-                    (area, address, Copy(part.src_offset, start, part.rows, part.width, part.src_pitch, part.width))
-                )
-            staged = Copy(start, part.dst_offset, part.rows, part.width, part.width, part.dst_pitch)
+            width, pitch = part.width, part.src_pitch
+            # Rows that lie side by side are copied as one.
+            row = _flat(part.src_offset, start, part.nbytes)
+            into.append(
+                (area, address, row if pitch == width else Copy(part.src_offset, start, part.rows, width, pitch, width))
+            )
+            owners.append(number)
+            staged = Copy(start, part.dst_offset, part.rows, width, width, part.dst_pitch)
             for piece in direct(at, area, staged) or ():
                 _append(out, piece)
             filled = start + part.nbytes
     if into:
-        done.append((batch(into), tuple(out)))
+        done.append(filling())
     return tuple(done)
 
 

@@ -200,6 +200,7 @@ class Told:
     def __init__(self, address: int | None) -> None:
         self.address, self.asked, self.closed = address, 0, 0
         self.handle = self.buffer_ptrs = (1, 2)
+        self.buffer_ptrs_dev, self.signal_pad_ptrs_dev = 512, 1024
 
     def get_peer_device_pointer(self, peer: int, offset: int) -> int:
         return 1000 + peer
@@ -240,6 +241,7 @@ def symm(told: Told, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.world_size, made.device, made._group = 2, torch.device("cpu"), None
     monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
     monkeypatch.setattr(symmetric_memory, "rendezvous", lambda own, group: told)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", lambda address: None)
     return made
 
 

@@ -1,5 +1,8 @@
 """Windows in torch's symmetric memory, for images whose NCCL is older than its host-visible windows."""
 
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -38,4 +41,26 @@ class SymmTransport(DeviceTransport):
                 f"torch's symmetric memory reports multicast and gives no multicast address for {nbytes} bytes on "
                 f"{self.device}; pass multicast_nbytes=None and switch_sums=False"
             )
-        return SymmetricMemory(own, tuple(handle.buffer_ptrs), (own, handle), multicast)
+        return SymmetricMemory(own, tuple(handle.buffer_ptrs), Rendezvoused(own, handle), multicast)
+
+
+class Rendezvoused:
+    """Symmetric memory and torch's handle of it, given back together.
+
+    Of every rendezvous torch keeps two arrays of pointers for good, 512 bytes each in its allocator. Nothing reads
+    them here, so they go with the memory, for the versions of torch that are known not to free them.
+    """
+
+    def __init__(self, own: torch.Tensor, handle: Any) -> None:
+        self._keep = own, handle
+        self._arrays = (int(handle.buffer_ptrs_dev), int(handle.signal_pad_ptrs_dev)) if keeps_arrays() else ()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for address in self._arrays:
+                torch.cuda.caching_allocator_delete(address)
+
+
+def keeps_arrays(version: str = torch.__version__) -> bool:
+    """Whether this torch never frees what it allocates for a rendezvous beside the memory itself."""
+    return version.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])

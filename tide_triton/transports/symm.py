@@ -58,7 +58,7 @@ class Rendezvoused:
     def __del__(self) -> None:
         if not sys.is_finalizing():
             for address in self._arrays:
-                torch.cuda.caching_allocator_delete(address)
+                torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
 
 
 def keeps_arrays(version: str = torch.__version__) -> bool:

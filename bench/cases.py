@@ -22,6 +22,9 @@ STEP_LAYERS = {"llama-3.1-70b": 4, "wan2.2-a14b": 10, "qwen3-30b-a3b": 8}
 #: Tokens of each rank in a step.
 STEP_TOKENS = (8192, 2048)
 
+#: Those, and so few that activations hardly count: the plan of a step's memory leaves them out.
+MEMORY_TOKENS = (*STEP_TOKENS, 256)
+
 #: 300 parameters of 4 KiB in bf16: a group whose cost is the host's.
 MANY_SMALL = "300x4KiB"
 

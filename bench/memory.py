@@ -7,6 +7,7 @@ One row per model and number of tokens: model, layers, tokens, and by variant (t
     peak_gib      what was allocated of it at its peak, and windows
     windows_gib   windows alone
     planned_gib   the plan's peak, without activations
+    over_plan     peak_gib / planned_gib
     step_ms       time of a step
 
 held_below_stock_gib {variant: how much less is in use than under stock FSDP2}, and what Slot-Reuse costs in time:
@@ -84,7 +85,9 @@ def _measure(case: step.Case) -> Row:
         row["notes"].append("no GPU: memory in use was not measured")
     row["windows_gib"] = {name: o.windows_gib for name, o in outcomes.items()}
     row["step_ms"] = {name: o.timing.ms for name, o in outcomes.items()}
-    row["planned_gib"] = _planned(case)
+    row["planned_gib"] = planned = _planned(case)
+    peaks = row.get("peak_gib", {})
+    row["over_plan"] = {name: peaks[name] / plan for name, plan in planned.items() if name in peaks}
     turns = step.by_turns(case, {name: TIDE[name] for name in _BY_TURNS}, experts, rounds=_ROUNDS)
     row["turns_ms"] = turns
     row["slot_over_ring"] = turns["tide"] / turns["tide_ring"]

@@ -44,7 +44,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("symm_ms", "stock_ms", "peak_gib", "grads_equal"),
     ),
     "memory": (
-        *("model", "tokens", "gpus", "held_below_stock_gib", "held_gib", "peak_gib", "planned_gib", "windows_gib"),
+        *("model", "tokens", "gpus", "held_below_stock_gib", "held_gib", "peak_gib", "over_plan", "windows_gib"),
         *("slot_over_ring", "step_ms", "ring_bytes", "flag_bytes"),
     ),
 }

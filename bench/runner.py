@@ -41,7 +41,8 @@ class Options:
 def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Row]:
     """The rows of `benchmark` on this rank."""
     if benchmark in ("step", "memory"):
-        trained = (here, cases.models_named(options.models), options.tokens or cases.STEP_TOKENS, options.transport)
+        models, usual = cases.models_named(options.models), {"step": cases.STEP_TOKENS, "memory": cases.MEMORY_TOKENS}
+        trained = (here, models, options.tokens or usual[benchmark], options.transport)
         if benchmark == "memory":
             yield from memory.run(*trained, layers=options.layers)
         else:

@@ -136,7 +136,10 @@ def test_plan_lists_what_a_blocks_collectives_move_between_nodes() -> None:
         ("--model gpt-9 --gpus 8", "model 'gpt-9' is unknown; use one of llama-3.1-70b, wan2.2-a14b, qwen3-30b-a3b"),
         ("--model wan2.2-a14b", "--model wan2.2-a14b needs --gpus N, the GPUs that it is sharded over"),
         ("--model wan2.2-a14b --gpus 1", "gpus must be 2 to 1,048,576 (one has nothing to communicate), got 1"),
-        ("--model wan2.2-a14b --gpus 12", "gpus must be a multiple of gpus_per_node=8, got 12; give whole nodes"),
+        (
+            "--model wan2.2-a14b --gpus 12",
+            "gpus must be a multiple of gpus_per_node=8, got 12; give whole nodes, or another gpus_per_node",
+        ),
         ("--model wan2.2-a14b --gpus 8 --gpus-per-node 0", "gpus_per_node must be at least 1, got 0"),
         ("--model wan2.2-a14b --gpus 8 --layers 41", "layers must be 1 to 40 (wan2.2-a14b has no more), got 41"),
         ("--spec x.json --model wan2.2-a14b", "--model wan2.2-a14b does not go with --spec"),

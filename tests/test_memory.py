@@ -275,8 +275,8 @@ def test_the_ring_of_a_small_output_is_smaller_and_flags_know_the_peers_alone(
         (-8, 8, r"gpus must be 2 to 1,048,576 .*, got -8$"),
         (1 << 21, 8, r"gpus must be 2 to 1,048,576 .*, got 2097152$"),
         (64, 0, "gpus_per_node must be at least 1, got 0$"),
-        (12, 8, "gpus must be a multiple of gpus_per_node=8, got 12; give whole nodes$"),
-        (4, 8, "gpus must be a multiple of gpus_per_node=8, got 4; give whole nodes$"),
+        (12, 8, "gpus must be a multiple of gpus_per_node=8, got 12; give whole nodes, or another gpus_per_node$"),
+        (4, 8, "gpus must be a multiple of gpus_per_node=8, got 4; give whole nodes, or another gpus_per_node$"),
     ],
 )
 def test_gpus_that_make_no_nodes_are_refused(gpus: int, gpus_per_node: int, message: str) -> None:

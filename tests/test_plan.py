@@ -216,6 +216,12 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
     assert line.endswith("999...")
 
 
+def test_a_byte_order_mark_in_front_is_no_part_of_the_spec(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text('{"world_size": 2, "tensors": []}', encoding="utf-8-sig")
+    assert read_spec(path) == GroupSpec(2, ())
+
+
 def test_a_file_that_cannot_be_read_is_refused_naming_it(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nowhere\.json: no such file; give the path of a JSON spec"):
         read_spec(tmp_path / "nowhere.json")

@@ -123,7 +123,9 @@ def topology_of(gpus: int, gpus_per_node: int) -> Topology:
     if gpus_per_node < 1:
         raise SpecError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
     if gpus % gpus_per_node:
-        raise SpecError(f"gpus must be a multiple of gpus_per_node={gpus_per_node}, got {gpus}; give whole nodes")
+        raise SpecError(
+            f"gpus must be a multiple of gpus_per_node={gpus_per_node}, got {gpus}; give whole nodes, or another gpus_per_node"
+        )
     return Topology(gpus // gpus_per_node, gpus_per_node)
 
 

@@ -10,6 +10,7 @@ A spec file names the world size and the tensors; `shard_dim` is 0 where it is l
 All offsets, widths and pitches are bytes, counted from the start of a slot.
 """
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -182,7 +183,8 @@ def read_spec(path: Path) -> GroupSpec:
     Raises SpecFileError where the file cannot be read, is not JSON, or holds a field that cannot be laid out.
     """
     try:
-        text = path.read_bytes()
+        # Some editors put a byte order mark in front.
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise SpecFileError(f"{path}: no such file; give the path of a JSON spec") from None
     except OSError as error:

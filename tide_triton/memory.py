@@ -124,7 +124,8 @@ def topology_of(gpus: int, gpus_per_node: int) -> Topology:
         raise SpecError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
     if gpus % gpus_per_node:
         raise SpecError(
-            f"gpus must be a multiple of gpus_per_node={gpus_per_node}, got {gpus}; give whole nodes, or another gpus_per_node"
+            f"gpus must be a multiple of gpus_per_node={gpus_per_node}, got {gpus}; give whole nodes, or another "
+            f"gpus_per_node"
         )
     return Topology(gpus // gpus_per_node, gpus_per_node)
 

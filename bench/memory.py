@@ -88,9 +88,10 @@ def _measure(case: step.Case) -> Row:
     row["planned_gib"] = planned = _planned(case)
     peaks = row.get("peak_gib", {})
     row["over_plan"] = {name: peaks[name] / plan for name, plan in planned.items() if name in peaks}
-    turns = step.by_turns(case, {name: TIDE[name] for name in _BY_TURNS}, experts, rounds=_ROUNDS)
-    row["turns_ms"] = turns
-    row["slot_over_ring"] = turns["tide"] / turns["tide_ring"]
+    by_turns = functools.partial(step.by_turns, case, {v: TIDE[v] for v in _BY_TURNS}, experts, rounds=_ROUNDS)
+    turns = step.tried(case, "by turns", by_turns, row)
+    if turns is not None:
+        row |= {"turns_ms": turns, "slot_over_ring": turns["tide"] / turns["tide_ring"]}
     return row
 
 

@@ -28,7 +28,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ _SEED = 1234
 _GIB = 1 << 30
 
 Fingerprints = list[tuple[int, int]]
+
+Measured = TypeVar("Measured")
 
 
 @dataclass
@@ -205,18 +207,18 @@ def trained(
             row["notes"].append(f"symm: {case.zero.why_not}")
             continue
         measure = functools.partial(_train, case, variant, experts, attach.get(variant), compare=compare)
-        outcome = _tried(case, variant, measure, row)
+        outcome = tried(case, variant, measure, row)
         if outcome is not None:
             yield variant, outcome
 
 
-def _tried(case: Case, variant: str, measure: Callable[[], Outcome], row: Row) -> Outcome | None:
-    """What `measure` returns; where it raises, the row says so and the other variants go on."""
+def tried(case: Case, what: str, measure: Callable[[], Measured], row: Row) -> Measured | None:
+    """What `measure` returns; where it raises, the row says so and whatever else is measured goes on."""
     try:
         return measure()
     except Exception as error:
         print(f"rank {case.here.rank}: {traceback.format_exc()}", flush=True)
-        row["error"] = f"{variant}: {type(error).__name__}: {error}"[:500]
+        row["error"] = f"{what}: {type(error).__name__}: {error}"[:500]
         # The frames that the error holds keep the model alive.
         error.__traceback__ = None
         return None
@@ -262,7 +264,10 @@ def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
     return training.make_inputs(case.model, case.tokens, _SEED + 1 + case.here.rank, case.here.device)
 
 
-def _sharded(case: Case, experts: str, mesh: DeviceMesh) -> training.Stack:
+def _sharded(case: Case, experts: str, mesh: DeviceMesh | None = None) -> training.Stack:
+    """mesh: None for all ranks."""
+    if mesh is None:
+        mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
     model = _built(case, experts)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -289,8 +294,7 @@ def _floor(case: Case, experts: str) -> Outcome:
 
 
 def _stock(case: Case, experts: str, *, checks: int) -> Outcome:
-    mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
-    return _trained(case, _sharded(case, experts, mesh), lambda: 0, checks=checks)
+    return _trained(case, _sharded(case, experts), lambda: 0, checks=checks)
 
 
 def _symm(case: Case, experts: str, *, checks: int) -> Outcome:
@@ -314,8 +318,7 @@ def _symm(case: Case, experts: str, *, checks: int) -> Outcome:
 def _tide(case: Case, experts: str, attach: dict[str, Any], *, checks: int) -> Outcome:
     import tide_triton
 
-    mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
-    model = _sharded(case, experts, mesh)
+    model = _sharded(case, experts)
     with _attached(case, model, attach):
         outcome = _trained(case, model, lambda: tide_triton.report(model, quiet=True).window_nbytes, checks=checks)
         report = tide_triton.report(model, quiet=True)
@@ -357,8 +360,7 @@ def _updating(model: training.Stack) -> Callable[[], None]:
 
 def by_turns(case: Case, attach: Mapping[str, dict[str, Any]], experts: str, *, rounds: int) -> dict[str, float]:
     """Milliseconds of a step under each of `attach`: the slowest rank's median over `rounds` turns of one model."""
-    mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
-    model = _sharded(case, experts, mesh)
+    model = _sharded(case, experts)
     after_backward, inputs = _updating(model), _inputs(case)
 
     def step() -> None:

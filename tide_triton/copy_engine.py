@@ -10,7 +10,7 @@ and everything on it waits for everything else.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Batch:
                 self.strided, self.order[whole:], strict=True
             )
         )
-        return Batch(self.destinations, sources, self.sizes, strided, self.order, self.is_reusable, self.engine_only)
+        return replace(self, sources=sources, strided=strided)
 
 
 def batch(copies: Sequence[AddressedCopy]) -> Batch:

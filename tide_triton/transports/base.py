@@ -201,10 +201,21 @@ class Transport(Protocol):
         ...
 
 
-def require_switch(multicasts: bool, name: str) -> None:
-    """Raise RuntimeError where a transport called `name` does not multicast."""
-    if not multicasts:
-        raise RuntimeError(f"the transport '{name}' does not multicast: see Transport.multicasts")
+def no_multicast(name: str) -> str:
+    """Why a transport called `name` does not multicast, where it never does."""
+    return f"the transport '{name}' does not multicast"
+
+
+def require_switch(transport: Transport) -> None:
+    """Raise RuntimeError where `transport` does not multicast."""
+    if not transport.multicasts:
+        raise RuntimeError(f"{no_multicast(transport.name)}: see Transport.multicasts")
+
+
+def require_inside(nbytes: int, offset: int, numel: int, dtype: torch.dtype) -> None:
+    """Raise IndexError where `numel` elements at byte `offset` leave a window of `nbytes` bytes."""
+    if offset < 0 or offset + numel * dtype.itemsize > nbytes:
+        raise IndexError(f"{numel} x {dtype} at byte {offset} lie outside a window of {nbytes} bytes")
 
 
 def require_one_row(moves: Sequence[tuple[torch.Tensor, Copy]]) -> None:

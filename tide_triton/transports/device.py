@@ -25,11 +25,21 @@ from typing import Any
 import torch
 
 from tide_triton.copy_engine import Batch, CopyEngine, batch
-from tide_triton.errors import PeerError, SharedMemoryError
+from tide_triton.errors import PeerError, SharedMemoryError, TideError
 from tide_triton.kernels.multimem import Multicast, Source
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window, require_one_row, require_switch
+from tide_triton.transports.base import (
+    COUNTERS,
+    Lane,
+    Mark,
+    Put,
+    Window,
+    no_multicast,
+    require_inside,
+    require_one_row,
+    require_switch,
+)
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
@@ -72,8 +82,7 @@ class DeviceWindow:
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._keep is None:
             raise RuntimeError("the window is closed")
-        if offset < 0 or offset + numel * dtype.itemsize > self.nbytes:
-            raise IndexError(f"{numel} x {dtype} at byte {offset} lie outside a window of {self.nbytes} bytes")
+        require_inside(self.nbytes, offset, numel, dtype)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.memory.device)
         raw = Raw(self.addresses[self._rank] + self.header + offset, numel * dtype.itemsize, self._keep)
@@ -168,7 +177,19 @@ class DeviceTransport(abc.ABC):
 
     def why_no_multicast(self) -> str | None:
         """Why this rank's GPU cannot multicast to the others, None where it can; asks, and changes nothing."""
-        return f"the transport '{self.name}' does not multicast"
+        return no_multicast(self.name)
+
+    def _multicast_of(self, ask: Callable[[], int | None], nbytes: int) -> int | None:
+        """The multicast address that `ask` gives; where this transport does not multicast, nobody is asked."""
+        if not self.multicasts:
+            return None
+        address = ask()
+        if not address:
+            raise TideError(
+                f"the transport '{self.name}' reports multicast and is given no multicast address for {nbytes} bytes "
+                f"on {self.device}; pass multicast_nbytes=None and switch_sums=False"
+            )
+        return address
 
     def _taken(self, nbytes: int) -> int:
         """Bytes of device memory that `_symmetric(nbytes)` takes at most."""
@@ -214,7 +235,7 @@ class DeviceTransport(abc.ABC):
         return batch([(destination, source.data_ptr(), copy) for source, copy in moves])
 
     def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
-        require_switch(self.multicasts, self.name)
+        require_switch(self)
         require_one_row(moves)
         own = _own(window)
         own.check(moves)
@@ -223,10 +244,9 @@ class DeviceTransport(abc.ABC):
         return replace(batch(copies), engine_only=True)
 
     def everywhere(self, window: Window, offset: int, numel: int) -> Source:
-        require_switch(self.multicasts, self.name)
+        require_switch(self)
         own = _own(window)
-        if offset < 0 or offset + numel * torch.bfloat16.itemsize > own.nbytes:
-            raise IndexError(f"{numel} bf16 elements at byte {offset} lie outside a window of {own.nbytes} bytes")
+        require_inside(own.nbytes, offset, numel, torch.bfloat16)
         return Multicast(own.multicast_data() + offset, numel)
 
     def put(self, put: Put) -> None:

@@ -23,7 +23,17 @@ from tide_triton.kernels.multimem import Source
 from tide_triton.layouts import Copy
 from tide_triton.layouts.slots import align
 from tide_triton.transports import shared_memory
-from tide_triton.transports.base import COUNTERS, Lane, Mark, Put, Window, require_one_row, require_switch
+from tide_triton.transports.base import (
+    COUNTERS,
+    Lane,
+    Mark,
+    Put,
+    Window,
+    no_multicast,
+    require_inside,
+    require_one_row,
+    require_switch,
+)
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.views import as_bytes
@@ -45,8 +55,7 @@ class HostWindow:
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._own is None:
             raise RuntimeError("the window is closed")
-        if offset < 0 or offset + numel * dtype.itemsize > self.nbytes:
-            raise IndexError(f"{numel} x {dtype} at byte {offset} lie outside a window of {self.nbytes} bytes")
+        require_inside(self.nbytes, offset, numel, dtype)
         return _tensor(self._own, self._header + offset, numel, dtype)
 
     def word(self, of: int, counter: int) -> int:
@@ -97,6 +106,9 @@ class HostTransport:
         self._serial = 0
         # A lock's acquire and release order memory on every architecture; x86 alone would not need it.
         self._fence = threading.Lock()
+
+    def why_no_multicast(self) -> str | None:
+        return None if self.multicasts else no_multicast(self.name)
 
     def allocate(self, nbytes: int, digest: str, what: str) -> HostWindow:
         self._check_usable()
@@ -149,16 +161,15 @@ class HostTransport:
         return HostPut(pairs)
 
     def prepare_multicast(self, window: Window, moves: Sequence[tuple[torch.Tensor, Copy]]) -> "HostPut":
-        require_switch(self.multicasts, self.name)
+        require_switch(self)
         require_one_row(moves)
         return HostPut([pair for rank in range(self.world_size) for pair in self.prepare(window, rank, moves).pairs])
 
     def everywhere(self, window: Window, offset: int, numel: int) -> Source:
-        require_switch(self.multicasts, self.name)
-        own, nbytes = _own(window), numel * torch.bfloat16.itemsize
-        if offset < 0 or offset + nbytes > own.nbytes:
-            raise IndexError(f"{nbytes} bytes at {offset} lie outside a window of {own.nbytes} bytes")
-        return [memory[offset : offset + nbytes].view(torch.bfloat16) for memory in own.bytes]
+        require_switch(self)
+        own = _own(window)
+        require_inside(own.nbytes, offset, numel, torch.bfloat16)
+        return [memory[offset : offset + numel * torch.bfloat16.itemsize].view(torch.bfloat16) for memory in own.bytes]
 
     def put(self, put: Put) -> None:
         assert isinstance(put, HostPut)

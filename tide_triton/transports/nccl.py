@@ -61,12 +61,7 @@ class NcclTransport(DeviceTransport):
         # A window keeps nothing alive, and must be closed before its memory goes.
         registered = Registered(window, own)
         # NCCL makes a multicast object when it is first asked for its address, and not before.
-        multicast = window.get_lsa_multimem_device_pointer() if self.multicasts else None
-        if self.multicasts and multicast is None:
-            raise TideError(
-                f"NCCL reports multicast and gives no multicast address for {nbytes} bytes on {self.device}; pass "
-                f"multicast_nbytes=None and switch_sums=False"
-            )
+        multicast = self._multicast_of(window.get_lsa_multimem_device_pointer, nbytes)
         return SymmetricMemory(own, addresses, registered, multicast)
 
     def _register(self, communicator: Any, own: torch.Tensor) -> Any:

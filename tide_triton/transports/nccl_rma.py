@@ -30,6 +30,7 @@ needs all ranks at once. No SM takes part.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final, get_args
 
 import torch
@@ -112,7 +113,7 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         second = Registered(self._register(self._second, memory.own), first)
         self._handles = {address: both for address, both in self._handles.items() if both[0].is_valid}
         self._handles[memory.addresses[self.rank]] = first.window, second.window
-        return SymmetricMemory(memory.own, memory.addresses, second)
+        return replace(memory, keep=second)
 
     def _address(self, window: Any, peer: int) -> int:
         # What is never used need not be there: nothing of another node is reached by its address.
@@ -122,8 +123,7 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         return self._place(address, nbytes) is not None
 
     def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
-        is_rail = self._active is not None and self._active is self._streams.get("rail")
-        which = 0 if is_rail else 1
+        which = 0 if self._active is not None and self._active is self._streams.get("rail") else 1
         communicator = (self._communicator, self._second)[which]
         handle, context = self._handles[window.addresses[self.rank]][which], self._context()
         for first in range(0, len(pieces), _GROUP):

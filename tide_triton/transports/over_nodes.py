@@ -25,7 +25,7 @@ import torch
 from tide_triton.copy_engine import AddressedCopy, Batch, batch
 from tide_triton.errors import SpecError
 from tide_triton.layouts import Copy, Topology
-from tide_triton.transports.base import Put, Window
+from tide_triton.transports.base import Put, Window, no_multicast
 from tide_triton.transports.device import DeviceTransport, DeviceWindow
 
 #: Bytes of the staging: as large as a chunk that leaves a node by default.
@@ -106,6 +106,10 @@ class OverNodes(DeviceTransport):
     @abc.abstractmethod
     def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
         """Set the counter at byte `at` of `peer`'s window, after everything put on the current stream."""
+
+    def why_no_multicast(self) -> str | None:
+        # Also where the own node's library could: a switch reaches no other node.
+        return no_multicast(self.name)
 
     def prepare(self, window: Window, peer: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> Put:
         if not self._is_remote(peer):

@@ -60,14 +60,10 @@ def make(
         raise
 
 
-def _agree_on_multicast(made: Transport, meeting: Rendezvous) -> str:
+def _agree_on_multicast(made: HostTransport | DeviceTransport, meeting: Rendezvous) -> str:
     """Let `made` multicast if every rank's can; whether it does, and why not."""
-    reason = None if made.multicasts else f"the transport '{made.name}' does not multicast"
-    if isinstance(made, DeviceTransport) and made.name in ("nccl", "symm"):
-        reason = made.why_no_multicast()
-    reasons = _reasons(meeting, reason)
-    if isinstance(made, (HostTransport, DeviceTransport)):
-        made.multicasts = not reasons
+    reasons = _reasons(meeting, made.why_no_multicast())
+    made.multicasts = not reasons
     if not reasons:
         return "with multicast"
     warnings.warn(f"tide_triton: no multicast, peer copies instead: {reasons[0]}", stacklevel=4)
@@ -76,7 +72,7 @@ def _agree_on_multicast(made: Transport, meeting: Rendezvous) -> str:
 
 def _make(
     transport: str, device: torch.device, group: dist.ProcessGroup, meeting: Rendezvous, timeout_s: float, nodes: int
-) -> tuple[Transport, str]:
+) -> tuple[HostTransport | DeviceTransport, str]:
     if device.type == "cpu":
         switch = transport == "host_switch"
         why = "asked for, with an emulated switch" if switch else "tensors are on the CPU"

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tide_triton.errors import TideError
 from tide_triton.transports.device import DeviceTransport, SymmetricMemory
 from tide_triton.transports.rendezvous import Rendezvous
 
@@ -35,12 +34,7 @@ class SymmTransport(DeviceTransport):
 
         own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
         handle = symmetric_memory.rendezvous(own, group=self._group)
-        multicast = int(handle.multicast_ptr) or None if self.multicasts else None
-        if self.multicasts and multicast is None:
-            raise TideError(
-                f"torch's symmetric memory reports multicast and gives no multicast address for {nbytes} bytes on "
-                f"{self.device}; pass multicast_nbytes=None and switch_sums=False"
-            )
+        multicast = self._multicast_of(lambda: int(handle.multicast_ptr), nbytes)
         return SymmetricMemory(own, tuple(handle.buffer_ptrs), Rendezvoused(own, handle), multicast)
 
 

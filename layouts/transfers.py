@@ -88,9 +88,12 @@ def merge(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     return tuple(merged)
 
 
-def gather_copies(layout: SlotLayout, src: int) -> tuple[Copy, ...]:
-    """What rank `src` puts into each other rank's slot, from its own: both offsets count from a slot's start."""
-    regions = (layout.region(index, src) for index in range(len(layout.places)))
+def gather_copies(layout: SlotLayout, src: int, indices: Iterable[int] | None = None) -> tuple[Copy, ...]:
+    """What rank `src` puts into each other rank's slot, from its own: both offsets count from a slot's start.
+
+    indices: of the tensors to put, in their order; None for all.
+    """
+    regions = (layout.region(index, src) for index in (range(len(layout.places)) if indices is None else indices))
     return merge(copy for region in regions if (copy := between(region, region)) is not None)
 
 

@@ -22,7 +22,7 @@ from tests.fsdp.models import BF16, FP16, FULL, MIXED, Model, grid, line, seeded
 from tests.fsdp.parity import Loop, Row, difference, rows_of, train
 from tests.ranks import RankPools, fresh_ranks
 from tests.test_collectives import gathered_wrong, part, random_spec, whole
-from tide_triton import Collectives, collectives, hierarchical_plan, rail_gather
+from tide_triton import Collectives, collectives, paced
 from tide_triton.errors import AbortedError, AttachError, MismatchError, PeerLostError
 from tide_triton.fsdp.reference import reduce_in_rank_order
 from tide_triton.layouts import (
@@ -149,8 +149,7 @@ def in_many_turns(rank: int, world: int, topology: Topology, counted: int) -> li
     """A reduction of more chunks, and a gather of more of them, than a turn can count."""
     spec = GroupSpec(world, (TensorSpec("w", (world * 150 + 1, 7), "bfloat16"), TensorSpec("b", (5,), "float32")))
     with (
-        mock.patch.object(hierarchical_plan, "PARTS", counted),
-        mock.patch.object(rail_gather, "PARTS", counted),
+        mock.patch.object(paced, "COUNTED", counted - 1),
         opened(spec, topology, 256 * (topology.gpus_per_node + 1), 2) as both,
     ):
         sources = [whole(t, i) for i, t in enumerate(spec.tensors)]

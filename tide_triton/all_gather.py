@@ -23,7 +23,7 @@ from tide_triton.kernels.launch import Prepared
 from tide_triton.layouts import Copy, Region, SlotLayout
 from tide_triton.layouts.pieces import gather_pieces
 from tide_triton.layouts.slots import align
-from tide_triton.layouts.transfers import between, merge
+from tide_triton.layouts.transfers import between, gather_copies
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Mark, Put, Transport
@@ -106,16 +106,10 @@ class AllGather:
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
         self._pieces = gather_pieces(layout, smallest_piece, tiny)
         #: What this rank puts to each peer, from its own slot, by piece.
-        self.copies = tuple(self._copies_of(piece, self.rank) for piece in self._pieces)
-        self._wire_nbytes = sum(region.nbytes for region in self.regions)
+        self.copies = tuple(gather_copies(layout, rank, piece) for piece in self._pieces)
         self._programs: Programs[_Program] = Programs()
         #: What graphs have captured, which they need as long as they are replayed.
         self._captured: list[_Program] = []
-
-    def _copies_of(self, piece: Sequence[int], rank: int) -> tuple[Copy, ...]:
-        """What of `piece` rank `rank`'s block is, from a slot to another."""
-        regions = [self.layout.region(index, rank) for index in piece]
-        return merge(copy for region in regions if (copy := between(region, region)) is not None)
 
     def start(
         self, slot: Slot, shards: Sequence[torch.Tensor], what: str, traffic: Traffic, kept: CastShards | None = None

@@ -13,13 +13,12 @@ from tide_triton.layouts import (
     LandingLayout,
     LocalPut,
     RailPut,
-    SpecError,
     Step,
     cut_slices,
     shard,
 )
 from tide_triton.layouts.pacing import Parts
-from tide_triton.windows import PARTS
+from tide_triton.paced import chunks_of_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,7 @@ def plan(hierarchy: Hierarchy, landing: LandingLayout, indices: Sequence[int], r
 
 def _turns(hierarchy: Hierarchy, rank: int, numels: Sequence[int]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     """By turn, its first chunk and the steps; numels: elements of each rank's shard."""
-    most = (PARTS - 1) // hierarchy.topology.nodes
-    if not most:
-        raise SpecError(f"nodes must be at most {PARTS - 1}, got {hierarchy.topology.nodes}")
+    most = chunks_of_each(hierarchy.topology.nodes)
     size, turns = hierarchy.chunk_numel, []
     for first in range(0, hierarchy.chunks(max(numels)), most):
         part = [min(max(numel - first * size, 0), most * size) for numel in numels]

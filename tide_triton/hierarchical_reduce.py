@@ -32,7 +32,8 @@ from tide_triton.layouts import Hierarchy, LandingLayout, Pacing, SpecError, Top
 from tide_triton.layouts.slots import align
 from tide_triton.paced import refuse_capture
 from tide_triton.programs import Programs
-from tide_triton.reducers import Kept, Reducer, Reduction, Underway
+from tide_triton.reducers import AtOnce, Reducer, Reduction
+from tide_triton.transports import Mark
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot
 
@@ -114,8 +115,8 @@ class HierarchicalReduceScatter(Reducer):
         return torch.float64 if added == torch.float64 else torch.float32
 
 
-class HierarchicalReducing(Underway):
-    """A reduction under way. It goes once the last gradient was offered: its chunks cross from tensor to tensor."""
+class HierarchicalReducing(AtOnce):
+    """A reduction under way. It goes at once, since its chunks cross from tensor to tensor."""
 
     def __init__(
         self,
@@ -138,17 +139,10 @@ class HierarchicalReducing(Underway):
     def wire_nbytes(self) -> int:
         return 0 if self._plan is None else self._plan.rail_nbytes + self._plan.local_nbytes
 
-    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
-        """As for every reduction: all gradients go once this is the last."""
-        self.waiting[index] = gradient
-        if self._plan is None or len(self.waiting) < len(self.outputs):
-            return None
+    def _go(self, gradients: Mapping[int, torch.Tensor]) -> Mark | None:
+        assert self._plan is not None
         refuse_capture(self._transport, self._what)
-        in_order = {index: self.waiting[index] for index in self.outputs}
         accumulator = empty_accumulator(self._plan, self._transport, self._reducer.wide(self.reduction))
-        memory = Memory(in_order, self.outputs, accumulator)
+        memory = Memory(gradients, self.outputs, accumulator)
         program = self._reducer.program(self._slot, memory, self.reduction)
-        self._done = Execution(self._plan, program, self._slot).run(self._what)
-        gradients, self.waiting = list(self.waiting.values()), {}
-        self.sent.update(self.outputs)
-        return Kept(gradients, self._done)
+        return Execution(self._plan, program, self._slot).run(self._what)

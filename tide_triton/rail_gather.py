@@ -38,6 +38,7 @@ from tide_triton.layouts import (
     arrivals,
     block_sizes,
     cut,
+    gather_copies,
     in_turn,
     local_queue,
     local_receipts,
@@ -45,11 +46,11 @@ from tide_triton.layouts import (
     rail_receipts,
 )
 from tide_triton.layouts.slots import align
-from tide_triton.paced import PacedTurn
+from tide_triton.paced import PacedTurn, chunks_of_each
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane, Mark, Put
-from tide_triton.windows import PARTS, Slot
+from tide_triton.windows import Slot
 
 #: Bytes that cross a link in the time that a put takes beside its own, about.
 _TINY_NBYTES: Final = 1 << 20
@@ -102,10 +103,6 @@ class RailAllGather(AllGather):
         self.local_nbytes = sum(put.nbytes for put in local.puts)
         self._prepared: Programs[dict[Lane, list[_Puts]]] = Programs()
         self._fills: Programs[list[tuple[Prepared | None, Put | None]]] = Programs()
-
-    @property
-    def _chunk(self) -> int:
-        return self.pacing.chunk_nbytes
 
     def start(
         self, slot: Slot, shards: Sequence[torch.Tensor], what: str, traffic: Traffic, kept: CastShards | None = None
@@ -168,9 +165,10 @@ class RailAllGather(AllGather):
                 paced.publish(put.peer, put.number)
 
     def _parts(self, block: int) -> tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]:
-        by_piece = [self._copies_of(piece, block) for piece in self._pieces]
+        """By chunk of `block`, its copies by the piece of the own part that they wait for."""
+        by_piece = [gather_copies(self.layout, block, piece) for piece in self._pieces]
         piece_of = [number if block == self.rank else 0 for number, copies in enumerate(by_piece) for _ in copies]
-        chunks = cut([copy for copies in by_piece for copy in copies], self._chunk)
+        chunks = cut([copy for copies in by_piece for copy in copies], self.pacing.chunk_nbytes)
         return tuple(
             tuple(
                 (piece, tuple(copy for _, copy in parts))
@@ -215,9 +213,7 @@ def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
 
     Raises SpecError where there are more nodes than a turn can count.
     """
-    most = (PARTS - 1) // topology.nodes
-    if not most:
-        raise SpecError(f"nodes must be at most {PARTS - 1}, got {topology.nodes}")
+    most = chunks_of_each(topology.nodes)
     return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)
 
 

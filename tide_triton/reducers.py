@@ -58,10 +58,10 @@ class Underway(abc.ABC):
         self.reduction = reduction
         #: Gradients that were offered and are not on their way whole.
         self.waiting: dict[int, torch.Tensor] = {}
-        #: What is worth knowing of this reduction, for `Traffic.remarks`.
-        self.remark: str | None = None
         #: Tensors that are on their way whole.
         self.sent: set[int] = set()
+        #: What is worth knowing of this reduction, for `Traffic.remarks`.
+        self.remark: str | None = None
         self._transport = transport
         self._what = f"reduce-scatter of {what}"
         self._done: Mark | None = None
@@ -96,6 +96,24 @@ class Underway(abc.ABC):
         traffic.zero_copy += 1
         if self.remark is not None:
             traffic.remarks[self.remark] += 1
+
+
+class AtOnce(Underway):
+    """A reduction that goes once its last gradient is there."""
+
+    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
+        self.waiting[index] = gradient
+        if len(self.waiting) < len(self.outputs):
+            return None
+        gradients = {index: self.waiting[index] for index in self.outputs}
+        self._done = self._go(gradients)
+        self.waiting.clear()
+        self.sent.update(gradients)
+        return Kept(list(gradients.values()), self._done)
+
+    @abc.abstractmethod
+    def _go(self, gradients: Mapping[int, torch.Tensor]) -> Mark | None:
+        """Send and sum `gradients`, which are in the outputs' order; after the mark they are free and outputs there."""
 
 
 class Reducer(abc.ABC):

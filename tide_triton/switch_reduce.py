@@ -28,9 +28,9 @@ from tide_triton.kernels.multimem import ALIGNMENT, OUTPUT_DTYPES
 from tide_triton.layouts import LandingLayout, SwitchLayout
 from tide_triton.programs import Programs
 from tide_triton.reduce_scatter import ReduceScatter
-from tide_triton.reducers import Kept, Reducer, Reduction, Underway
+from tide_triton.reducers import AtOnce, Reducer, Reduction, Underway
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Put
+from tide_triton.transports import Mark, Put
 from tide_triton.windows import Ring, Slot
 
 #: Parts of a turn: gradients lie in the slot; their sums were read from it.
@@ -139,8 +139,8 @@ class SwitchReduceScatter(Reducer):
         return _Program(put, sums, list(staged.values()))
 
 
-class SwitchReducing(Underway):
-    """A reduction under way: it goes when its last gradient is there."""
+class SwitchReducing(AtOnce):
+    """A reduction under way."""
 
     def __init__(
         self,
@@ -153,19 +153,13 @@ class SwitchReducing(Underway):
         super().__init__(slot.transport, outputs, reduction, what)
         self._reducer = reducer
         self._slot = slot
-        self._copied_nbytes = 0
 
     @property
     def wire_nbytes(self) -> int:
         return sum(map(self._reducer.sent_nbytes, self.outputs))
 
-    def offer(self, index: int, gradient: torch.Tensor) -> Kept | None:
-        self.waiting[index] = gradient
-        return self._go() if len(self.waiting) == len(self.outputs) else None
-
-    def _go(self) -> Kept:
+    def _go(self, gradients: Mapping[int, torch.Tensor]) -> Mark | None:
         transport, slot = self._transport, self._slot
-        gradients = {index: self.waiting[index] for index in self.outputs}
         with transport.lane("reduce"):
             # Joined here, so that sums come after what writes the memory that they write.
             with transport.lane("sum"):
@@ -183,17 +177,15 @@ class SwitchReducing(Underway):
                 turn.await_part(_LIE)
                 for add_up in program.sums:
                     add_up(transport.stream)
-                self._done = transport.mark()
+                done = transport.mark()
                 for peer in turn.peers:
                     turn.publish(peer, _READ)
                 turn.await_data()
                 slot.vacate()
-        self._copied_nbytes = sum(gradient.nbytes for gradient in gradients.values())
-        self.sent.update(gradients)
-        self.waiting.clear()
-        return Kept(list(gradients.values()), self._done)
+        return done
 
     def finish(self, traffic: Traffic) -> None:
         super().finish(traffic)
-        traffic.layout_copy_bytes += self._copied_nbytes
+        # Gradients are bf16, and each was copied whole.
+        traffic.layout_copy_bytes += sum(self._reducer.landing.tensors[index].nbytes for index in self.outputs)
         traffic.by_switch += 1

@@ -19,6 +19,15 @@ if not _has_gpu:
 from tests.ranks import RankPools
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--share-gpu`."""
+    parser.addoption(
+        "--share-gpu",
+        action="store_true",
+        help="where there is one GPU only, let both ranks of the gpu tests use it (same results, no meaningful times)",
+    )
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
     """`ranks(4)` gives four processes with a gloo process group, shared by the tests of a session."""

@@ -30,7 +30,7 @@ class RankError(AssertionError):
 class Ranks:
     """`world_size` processes that run the same function when told to.
 
-    backend: of their process group; "nccl" gives each rank the GPU of its number.
+    backend: of their process group; "nccl" gives each rank the GPU of its number, or all of them the only one.
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
@@ -134,7 +134,10 @@ def _serve(rank: int, world_size: int, backend: str, store: str, connection: Con
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        if torch.cuda.device_count() < world_size:
+            # Both libraries refuse to share a GPU unless they are told so. NCCL can from 2.30 on.
+            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

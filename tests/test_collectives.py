@@ -67,7 +67,7 @@ def gather_and_reduce(
     topology: nodes of one rank each, which add in rank order too, or None.
     """
     spec = random_spec(world, seed)
-    on = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     with Collectives(
         dist.group.WORLD, spec, transport=transport, device=on, timeout_s=30, topology=topology
     ) as collectives:

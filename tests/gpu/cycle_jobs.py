@@ -181,7 +181,10 @@ def _held(cycle: int, device: torch.device) -> Held:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        # What the device holds counts the other rank's too, where both share it.
+        dist.barrier()
         free, total = torch.cuda.mem_get_info(device)
+        dist.barrier()
         device_bytes, allocated = total - free, torch.cuda.memory_allocated(device)
         pinned = _pinned()
     objects = Counter(map(type, gc.get_objects()))

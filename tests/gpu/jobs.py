@@ -23,7 +23,7 @@ from tide_triton.views import DTYPES
 
 def device_of(rank: int) -> torch.device:
     """This rank's GPU, or the CPU under gloo, where a job can be rehearsed."""
-    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ def train(
     steps: int = 4,
 ) -> tuple[list[torch.Tensor], Any]:
     """Losses, gradients and final parameters of a short training, and TIDE's report (None for stock)."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     with device:
         model = Model(hidden, checkpointed)
@@ -153,7 +153,7 @@ def interleave_slowly(
 
     topology: nodes of one rank each, which add in rank order too, or None.
     """
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     order, delay = random.Random(seed), random.Random(seed * 31 + rank)
     specs = [random_spec(world, seed + index) for index in range(3)]
     options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": 30, "topology": topology}
@@ -196,7 +196,7 @@ def engines_of_a_gather(
     rank: int, world: int, transport: Any, topology: Topology | None = None
 ) -> tuple[list[str], int]:
     """Names of the kernels that run during all-gathers, and how many peer copies do."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     spec = GroupSpec(world, tuple(TensorSpec(f"w{i}", (4096, 1024), "bfloat16") for i in range(6)))
     shards = [torch.randn(4096 // world, 1024, device=device) for _ in spec.tensors]
     options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": 30, "topology": topology}
@@ -218,7 +218,7 @@ def engines_of_a_gather(
 
 def stop(rank: int, world: int, transport: Any, timeout_s: float, topology: Topology | None = None) -> float:
     """Rank 1 stops taking part; the others are told, and their streams go on."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     spec = GroupSpec(world, (TensorSpec("w", (1024, 64), "bfloat16"),))
     options: dict[str, Any] = {"transport": transport, "device": device, "timeout_s": timeout_s, "topology": topology}
     collectives = Collectives(dist.group.WORLD, spec, **options)

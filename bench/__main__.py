@@ -19,7 +19,10 @@ Models = Annotated[
 ]
 Tokens = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Tokens of each rank. Repeatable.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="In place of bench/results/<machine>.")]
-Transport = Annotated[str, typer.Option(help="TIDE's transport: auto, nccl, symm, nccl_rma, nvshmem or host.")]
+Transport = Annotated[
+    str,
+    typer.Option(help="TIDE's transport: auto; on GPUs nccl, symm, nccl_rma or nvshmem; else host or host_switch."),
+]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of each model, in place of what fits in memory.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")]
 Variants = Annotated[str, typer.Option(help=f"What to train, comma-separated: {ALL_VARIANTS}.")]
@@ -46,6 +49,7 @@ def _run(
     except SpecError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
     chosen = _chosen(variants)
+    _check_transport(transport, nodes)
     from bench import runner
 
     options = runner.Options(tuple(models or ()), transport, tuple(tokens or ()), layers, steps, chosen, nodes)
@@ -61,6 +65,32 @@ def _chosen(text: str) -> tuple[str, ...]:
     if unknown or not chosen:
         raise typer.BadParameter(f"{unknown or text!r}: choose from {ALL_VARIANTS}", param_hint="--variants")
     return chosen
+
+
+def _check_transport(transport: str, nodes: int) -> None:
+    import torch
+
+    from bench import all_gather, ranks
+    from tide_triton.transports import select
+
+    device = torch.device(ranks.device_type())
+    try:
+        select.check(transport, device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--transport") from None
+    if nodes == 1:
+        return
+    if ranks.rank_count() % nodes:
+        raise typer.BadParameter(
+            f"{nodes} does not divide the {ranks.rank_count()} ranks here; start more of them with torchrun, or give "
+            f"fewer nodes",
+            param_hint="--nodes",
+        )
+    between = all_gather.BETWEEN_NODES[device.type]
+    if transport not in ("auto", *between):
+        raise typer.BadParameter(
+            f"{transport!r} does not put between nodes; give auto, {' or '.join(between)}", param_hint="--transport"
+        )
 
 
 @app.command()

@@ -11,7 +11,7 @@ p20_ms, p80_ms, exact. All transports of a model are timed in turns.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,11 @@ from tide_triton.transports.select import TransportName
 
 #: Repetitions in a trace.
 _TRACED = 5
-#: What puts between nodes.
-BETWEEN_NODES: tuple[TransportName, ...] = ("nccl_rma", "nvshmem")
+#: What puts between nodes, by the type of device.
+BETWEEN_NODES: Mapping[str, tuple[TransportName, ...]] = {
+    "cuda": ("nccl_rma", "nvshmem"),
+    "cpu": ("host",),
+}
 
 
 def run(here: Here, timer: Timer, cases: list[Case], transport: TransportName) -> Iterator[Row]:
@@ -91,11 +94,11 @@ def _case(here: Here, timer: Timer, case: Case, zero: ZeroCta, transport: Transp
 def run_nodes(here: Here, timer: Timer, cases: list[Case], transport: TransportName, nodes: int) -> Iterator[Row]:
     """One row per case and transport between `nodes` logical nodes.
 
-    transport: one of `BETWEEN_NODES`, or "auto" for each of them; without GPUs the host's is timed.
+    transport: one of the device's `BETWEEN_NODES`, or "auto" for each of them.
     """
-    names = BETWEEN_NODES if transport == "auto" else (transport,)
+    names = BETWEEN_NODES[here.device.type] if transport == "auto" else (transport,)
     for case in cases:
-        yield from _nodes_case(here, timer, case, names if here.is_cuda else ("host",), nodes)
+        yield from _nodes_case(here, timer, case, names, nodes)
         here.release()
 
 

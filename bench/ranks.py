@@ -86,6 +86,16 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def rank_count() -> int:
+    """How many ranks `run` has: torchrun's, or one a GPU, or two on a machine without any."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else gpu_count() or 2
+
+
+def device_type() -> str:
+    """Of the ranks' tensors: "cuda" where there are GPUs, else "cpu"."""
+    return "cuda" if gpu_count() > 0 else "cpu"
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -102,11 +112,11 @@ def run(job: Job, args: tuple[Any, ...], *, world_size: int | None = None, timeo
     any), and all are killed `timeout_s` seconds later.
     """
     if under_torchrun():
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world = int(os.environ["RANK"]), rank_count()
         local = int(os.environ.get("LOCAL_RANK", rank))
         _run_rank(rank, world, local, None, job, args)
         return None
-    world = world_size or gpu_count() or 2
+    world = world_size or rank_count()
     with tempfile.TemporaryDirectory(prefix="tide_bench_") as directory:
         store = os.path.join(directory, "store")
         context = torch.multiprocessing.get_context("spawn")
@@ -137,7 +147,7 @@ def _join(processes: list[Any], timeout_s: float) -> str | None:
 
 
 def _run_rank(rank: int, world: int, local: int, store: str | None, job: Job, args: tuple[Any, ...]) -> None:
-    cuda = gpu_count() > 0
+    cuda = device_type() == "cuda"
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     # What cuBLAS takes on Hopper anyway; torch wants it said before it calls a GEMM deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -125,6 +125,15 @@ def metadata() -> Row:
     }
 
 
+def failed(kept: Row) -> bool:
+    """Whether a row of the last run that wrote the file `kept` has an error; rows of earlier ones do not count."""
+    return any("error" in row and _is_last(kept, row) for row in kept["rows"])
+
+
+def _is_last(kept: Row, row: Row) -> bool:
+    return bool(row.get("when") == kept["meta"].get("when"))
+
+
 def read(path: Path) -> Row:
     """A file of results: {"meta": ..., "rows": [...]}; empty where there is none."""
     return json.loads(path.read_text()) if path.exists() else {"meta": {}, "rows": []}
@@ -154,12 +163,13 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def summary(benchmark: str, rows: list[Row]) -> str:
-    """`rows` as a table: what was measured, then ratios, then times. Errors follow in full."""
-    columns = COLUMNS[benchmark]
+def summary(benchmark: str, kept: Row) -> str:
+    """A file of results as a table: what was measured, then ratios, then times. Errors follow in full."""
+    columns, rows = COLUMNS[benchmark], kept["rows"]
     cells = [[_shown(row.get(column)) for column in columns] for row in rows]
     errors = [
-        f"error in {' '.join(str(row.get(name)) for name in KEYS[benchmark])}: {row['error']}"
+        f"{'error' if _is_last(kept, row) else 'in an earlier run, error'} in "
+        f"{' '.join(str(row.get(name)) for name in KEYS[benchmark])}: {row['error']}"
         for row in rows
         if "error" in row
     ]

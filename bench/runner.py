@@ -101,16 +101,16 @@ def run(benchmarks: Sequence[str], folder: Path, options: Options, *, budget_s: 
 
 
 def show(benchmarks: Sequence[str], folder: Path) -> tuple[bool, list[str]]:
-    """Print and draw the results in `folder`: whether no row has an error, and what could not be drawn, and why."""
+    """Print and draw the results in `folder`: whether no row of the last runs has an error; what was not drawn, why."""
     good, undrawn = True, []
     for benchmark in benchmarks:
-        rows = results.read(folder / f"{benchmark}.json")["rows"]
-        if not rows:
+        kept = results.read(folder / f"{benchmark}.json")
+        if not kept["rows"]:
             continue
-        print(results.summary(benchmark, rows), flush=True)
-        good &= not any("error" in row for row in rows)
+        print(results.summary(benchmark, kept), flush=True)
+        good &= not results.failed(kept)
         try:
-            plots.draw(benchmark, rows, folder / f"{benchmark}.png")
+            plots.draw(benchmark, kept["rows"], folder / f"{benchmark}.png")
         except Exception as error:
             undrawn.append(f"{benchmark}: not drawn: {error!r}")
     return good, undrawn

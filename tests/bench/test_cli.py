@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+import torch
 from typer.testing import CliRunner
 
 from bench import cases, results
@@ -27,6 +29,23 @@ def test_an_unknown_variant_is_refused() -> None:
     done = CliRunner().invoke(app, ["step", "--variants", "floor,best"])
     assert done.exit_code == 2
     assert "best" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other transports fit, and there may be more ranks")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["all_gather", "--transport", "nope"], "'nope'"),
+        (["step", "--transport", "nccl"], "'host_switch'"),
+        (["all_gather", "--nodes", "2", "--transport", "nope"], "'nope'"),
+        (["all_gather", "--nodes", "2", "--transport", "host_switch"], "between nodes"),
+        (["all_gather", "--nodes", "3"], "does not divide the 2 ranks"),
+    ],
+)
+def test_what_cannot_be_run_here_is_refused_before_anything_starts(options: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
 
 
 def test_default_cases_are_the_published_models_and_many_small_parameters() -> None:

@@ -64,7 +64,7 @@ def test_every_benchmark_has_keys_columns_and_a_picture(name: str, tmp_path: Pat
         assert image.width >= 1000
         # A blank canvas has one colour.
         assert len(image.convert("RGB").getcolors(1 << 24) or []) > 20
-    table = results.summary(name, ROWS[name])
+    table = results.summary(name, {"meta": {}, "rows": ROWS[name]})
     assert all(str(row[results.KEYS[name][0]]) in table for row in ROWS[name])
 
 
@@ -100,7 +100,19 @@ def test_a_case_that_raises_becomes_a_row_that_says_so(capsys: pytest.CaptureFix
     row = results.attempt(here, {"model": "m"}, fail)
     assert row == {"model": "m", "error": "ArithmeticError: not timed: tide gathers other bits"}
     assert "rank 3: Traceback" in capsys.readouterr().out
-    assert "error in m: ArithmeticError" in results.summary("all_gather", [row])
+    kept = {"meta": {}, "rows": [row]}
+    assert results.failed(kept)
+    assert "\nerror in m: ArithmeticError" in results.summary("all_gather", kept)
+
+
+def test_a_row_that_failed_in_an_earlier_run_does_not_make_later_ones_fail(tmp_path: Path) -> None:
+    path = tmp_path / "all_gather.json"
+    results.write(path, "all_gather", {"when": "2026-01-01T00:00:00+00:00"}, [{"model": "m0", "error": "no"}])
+    assert results.failed(results.read(path))
+    results.write(path, "all_gather", {"when": "2026-01-01T00:00:07+00:00"}, [{"model": "m1", "tide_ms": 1.0}])
+    kept = results.read(path)
+    assert not results.failed(kept)
+    assert "in an earlier run, error in m0: no" in results.summary("all_gather", kept)
 
 
 def test_metadata_names_what_results_depend_on() -> None:

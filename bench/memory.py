@@ -1,6 +1,6 @@
 """What training takes of a GPU's memory, windows included, beside what `tide_triton.memory` plans from shapes.
 
-One row per model and number of tokens: model, layers, tokens, and by variant (those of `bench.step`, and
+One row per model and number of tokens: model, layers, tokens, and by variant (those of `bench.variants`, and
 `tide_in_slots`: gradients sent early, those of linear layers written over their weights)
 
     held_gib      what the allocator had taken from the GPU at its peak, and windows: memory in use on the device
@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench import cases, step, training
+from bench import cases, step, training, turns, variants
+from bench.baselines import ZeroCta
 from bench.ranks import Here
 from bench.results import Row, attempt
 from tide_triton.layouts import Topology
@@ -31,7 +32,7 @@ from tide_triton.transports.select import TransportName
 
 #: Options of `attach` by variant.
 TIDE: Mapping[str, dict[str, Any]] = {
-    **step.TIDE,
+    **variants.TIDE,
     "tide_in_slots": {"slot_reuse": False, "early_reduce": True, "grads_in_slots": True},
 }
 VARIANTS = ("stock", "symm", *TIDE)
@@ -52,10 +53,10 @@ def run(
     layers: int | None = None,
 ) -> Iterator[Row]:
     """One row per model and number of tokens, then those of the reduce-scatter's buffer."""
-    zero = step.ZeroCta(here)
+    zero = ZeroCta(here)
     for model in models:
         for count in tokens:
-            case = step.Case(here, model, layers or cases.step_layers(model), count, transport, _STEPS, zero)
+            case = variants.Case(here, model, layers or cases.step_layers(model), count, transport, _STEPS, zero)
             identity = {"model": model.name, "tokens": count, "gpus": here.world_size}
             yield attempt(here, identity, functools.partial(_measure, case))
             here.release()
@@ -71,7 +72,7 @@ def run(
                 }
 
 
-def _measure(case: step.Case) -> Row:
+def _measure(case: variants.Case) -> Row:
     experts, note = training.experts_that_work(case.here.device) if case.model.experts else ("none", "")
     row: Row = {"layers": case.layers, "experts": experts, "notes": [note] if note else []}
     outcomes: dict[str, step.Outcome] = {}
@@ -88,10 +89,11 @@ def _measure(case: step.Case) -> Row:
     row["planned_gib"] = planned = _planned(case)
     peaks = row.get("peak_gib", {})
     row["over_plan"] = {name: peaks[name] / plan for name, plan in planned.items() if name in peaks}
-    by_turns = functools.partial(step.by_turns, case, {v: TIDE[v] for v in _BY_TURNS}, experts, rounds=_ROUNDS)
-    turns = step.tried(case, "by turns", by_turns, row)
-    if turns is not None:
-        row |= {"turns_ms": turns, "slot_over_ring": turns["tide"] / turns["tide_ring"]}
+    timed = functools.partial(turns.by_turns, case, _BY_TURNS, TIDE, experts, rounds=_ROUNDS)
+    timings = step.tried(case, "by turns", timed, row)
+    if timings is not None:
+        times = {name: timing.ms for name, timing in timings.items()}
+        row |= {"turns_ms": times, "slot_over_ring": times["tide"] / times["tide_ring"]}
     return row
 
 
@@ -103,7 +105,7 @@ def _held(outcomes: Mapping[str, step.Outcome]) -> Row:
     return row
 
 
-def _planned(case: step.Case) -> dict[str, float]:
+def _planned(case: variants.Case) -> dict[str, float]:
     """The plan of what is trained here: blocks, and a root without embedding and head."""
     if case.model.name not in MODELS or case.here.world_size < 2:
         return {}

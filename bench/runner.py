@@ -8,6 +8,7 @@ from pathlib import Path
 from bench import all_gather, cases, interference, kernels, memory, plots, ranks, reduce_scatter, results, step
 from bench.ranks import Here
 from bench.timing import Timer
+from bench.variants import VARIANTS
 from tide_triton.models import LLAMA_3_1_70B, block_spec
 from tide_triton.transports.select import TransportName
 
@@ -34,7 +35,7 @@ class Options:
     tokens: tuple[int, ...] = ()
     layers: int | None = None
     steps: int = 8
-    variants: tuple[str, ...] = field(default=step.VARIANTS)
+    variants: tuple[str, ...] = field(default=VARIANTS)
     nodes: int = 1
 
 
@@ -46,7 +47,7 @@ def rows_of(benchmark: str, here: Here, options: Options) -> Iterator[results.Ro
         if benchmark == "memory":
             yield from memory.run(*trained, layers=options.layers)
         else:
-            yield from step.run(*trained, layers=options.layers, steps=options.steps, variants=options.variants)
+            yield from step.run(*trained, layers=options.layers, steps=options.steps, names=options.variants)
         return
     timer = Timer(here)
     if benchmark == "kernels":

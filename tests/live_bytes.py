@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tide_triton
-from bench.step import Lent, WindowedAllGather
 from bench.training import Block
+from bench.variants import Lent, WindowedAllGather
 from tide_triton.all_gather import AllGather
 from tide_triton.models import ModelSpec
 from tide_triton.reduce_scatter import Reducing
@@ -119,7 +119,9 @@ def measure(rank: int, world_size: int, spec: ModelSpec, variant: str, attach: d
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if variant == "symm":
         lent: dict[int, Lent] = {}
-        zero: Any = SimpleNamespace(window=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        zero: Any = SimpleNamespace(
+            group=dist.group.WORLD, window=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
+        )
         for module in (*model.blocks, model):
             module.set_custom_all_gather(WindowedAllGather(zero, lent))
     elif variant != "stock":

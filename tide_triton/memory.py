@@ -11,7 +11,7 @@
 | tide_early | attach(slot_reuse=False, early_reduce=True): blocks' one by one as they are produced; so from the   |
 |            | fourth backward on, and as tide_ring before                                                        |
 
-They are those of `bench/step.py`. attach(keep_cast=True) takes half of `shards` once more.
+They are those of `bench/variants.py`. attach(keep_cast=True) takes half of `shards` once more.
 
 What is alive when, and how it adds up, is in `memory_moments.py`. Not in any figure: activations, CUDA's and NCCL's
 contexts, and what the allocator rounds up.

@@ -66,6 +66,18 @@ def test_a_benchmark_runs_on_ranks_of_its_own_and_keeps_exact_rows(tmp_path: Pat
     assert (tmp_path / "reduce_scatter.png").stat().st_size > 10_000
 
 
+def test_steps_are_compared_with_stocks_and_then_timed_by_turns(tmp_path: Path) -> None:
+    options = ["step", "--model", "tiny-llama", "--tokens", "64", "--layers", "2", "--steps", "2"]
+    done = CliRunner().invoke(app, [*options, "--variants", "floor,stock,tide,tide_early", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (row,) = results.read(tmp_path / "step.json")["rows"]
+    assert row["stock_repeats"]
+    assert row["grads_equal"]
+    assert row["tide_early_grads_equal"]
+    assert all(row[f"{name}_ms"] > 0 for name in ("floor", "stock", "tide", "tide_early"))
+    assert row["gain_over_stock"] == 1 - row["tide_ms"] / row["stock_ms"]
+
+
 def test_an_all_gather_between_nodes_is_kept_by_itself_with_the_flat_one_beside_it(tmp_path: Path) -> None:
     options = ["all_gather", "--nodes", "2", "--model", "tiny-wan", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, options)

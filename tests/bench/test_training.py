@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bench import cases, training
-from bench.step import Lent, WindowedAllGather, fingerprint
+from bench.step import fingerprint
+from bench.variants import Lent, WindowedAllGather
 from tests.ranks import RankPools
 from tide_triton.models import MODELS
 
@@ -92,7 +93,9 @@ def gradients_through_windows(rank: int, world_size: int) -> tuple[list[bool], d
         fully_shard(model, mesh=mesh, mp_policy=policy)
         if windowed:
             # A fresh window is poisoned, so that lending one too early shows.
-            zero: Any = SimpleNamespace(window=lambda nbytes: torch.full((nbytes,), 255, dtype=torch.uint8))
+            zero: Any = SimpleNamespace(
+                group=dist.group.WORLD, window=lambda nbytes: torch.full((nbytes,), 255, dtype=torch.uint8)
+            )
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(WindowedAllGather(zero, lent))

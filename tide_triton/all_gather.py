@@ -84,6 +84,7 @@ class AllGather:
     """The all-gather of one group on rank `rank`: what moves, whatever slot it moves through.
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
+    tiny: tensors of which a rank has fewer bytes come last.
     multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast, on a transport that does, unless
     their shards are of several rows in the slot or a CUDA graph is captured; None for none. Ranks may differ in it.
     """
@@ -94,6 +95,7 @@ class AllGather:
         rank: int,
         *,
         smallest_piece: int | None = None,
+        tiny: int = 0,
         multicast_nbytes: int | None = None,
     ) -> None:
         self.layout = layout
@@ -102,7 +104,7 @@ class AllGather:
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._pieces = gather_pieces(layout, smallest_piece)
+        self._pieces = gather_pieces(layout, smallest_piece, tiny)
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(gather_copies(layout, rank, piece) for piece in self._pieces)
         self._programs: Programs[_Program] = Programs()

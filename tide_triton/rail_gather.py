@@ -10,8 +10,6 @@ each link once.
     lane      what runs in it
     cast      the cast of the shards into the own slot
     rail      the rail's queue: waits for what the rail has brought before, and for acknowledgements
-    beside    about half of the bytes of each of the rail's chunks, so that the time which a put takes beside its bytes
-              passes while another moves some; and, between chunks, what is tiny and nearly all such time
     gather    the node's queue: likewise; and the end, when everything has landed
     signals   what tells other nodes what has been put, so that the rail's next put need not wait for that
     receipts, local_receipts    acknowledgements of what has landed from other nodes, and from this one
@@ -19,10 +17,10 @@ each link once.
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -51,10 +49,10 @@ from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn, chunks_of_each
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Lane, Mark, Put, Transport
+from tide_triton.transports import Lane, Mark, Put
 from tide_triton.windows import Slot
 
-#: Shards of fewer bytes, which cross a link in less time than a put takes beside that, go between chunks.
+#: Bytes that cross a link in the time that a put takes beside its own, about.
 _TINY_NBYTES: Final = 1 << 20
 
 _RECEIPTS: Final[Mapping[Lane, Lane]] = {"rail": "receipts", "gather": "local_receipts"}
@@ -62,36 +60,6 @@ _RECEIPTS: Final[Mapping[Lane, Lane]] = {"rail": "receipts", "gather": "local_re
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
 #: What a step puts, each after a piece of the own part; nothing for a receipt.
 _Puts = tuple[tuple[int, Put], ...]
-#: Likewise before it is prepared.
-_Parts = tuple[tuple[int, tuple[Copy, ...]], ...]
-
-
-class _Part(NamedTuple):
-    """A copy, and the piece of the own part that it waits for."""
-
-    piece: int
-    copy: Copy
-    is_tiny: bool
-
-
-class _Chunk(NamedTuple):
-    """What is put of a chunk in the lane of its queue, what beside it, and what after it without being a part of it."""
-
-    own: _Parts
-    beside: _Parts = ()
-    between: _Parts = ()
-
-
-class _StepPuts(NamedTuple):
-    """A `_Chunk`, prepared."""
-
-    own: _Puts
-    beside: _Puts
-    between: _Puts
-
-    @property
-    def is_reusable(self) -> bool:
-        return all(put.is_reusable for puts in self for _, put in puts)
 
 
 class RailAllGather(AllGather):
@@ -117,7 +85,7 @@ class RailAllGather(AllGather):
                 f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
                 f"{layout.spec.world_size} ranks"
             )
-        super().__init__(layout, rank, smallest_piece=smallest_piece)
+        super().__init__(layout, rank, smallest_piece=smallest_piece, tiny=_TINY_NBYTES)
         sizes = block_sizes(layout)
         self.topology = topology
         self.pacing = countable(pacing, topology, max(sizes))
@@ -128,16 +96,12 @@ class RailAllGather(AllGather):
             "gather": in_turn(local, local_receipts(*arguments)),
         }
         self._sources = {wait.rank: wait.count for wait in arrivals(*arguments)}
-        blocks = topology.rail(topology.gpu(rank))
-        #: By lane, block and chunk.
-        self._chunks: dict[Lane, dict[int, tuple[_Chunk, ...]]] = {
-            "rail": {block: _in_two_lanes(self._parts(block), block == rank) for block in blocks},
-            "gather": {block: tuple(_Chunk(_by_piece(parts)) for parts in self._parts(block)) for block in blocks},
-        }
+        #: By block and chunk: its copies, those of the own part by the piece that they wait for.
+        self._chunks = {block: self._parts(block) for block in topology.rail(topology.gpu(rank))}
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
         self.rail_nbytes = sum(put.nbytes for put in rail.puts)
         self.local_nbytes = sum(put.nbytes for put in local.puts)
-        self._prepared: Programs[dict[Lane, list[_StepPuts]]] = Programs()
+        self._prepared: Programs[dict[Lane, list[_Puts]]] = Programs()
         self._fills: Programs[list[tuple[Prepared | None, Put | None]]] = Programs()
 
     def start(
@@ -177,10 +141,10 @@ class RailAllGather(AllGather):
         traffic.zero_copy += 1
         return Gathering(paced.turn)
 
-    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_StepPuts], filled: Sequence[Mark | None]) -> None:
+    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_Puts], filled: Sequence[Mark | None]) -> None:
         """The steps of `lane`, which is the current one. puts: by step. filled: by piece of the own part."""
         transport, receipts = paced.turn.slot.transport, _RECEIPTS[lane]
-        beside: Mark | None = None
+        after = 0
         for step, prepared in zip(self._steps[lane], puts, strict=True):
             if isinstance(step, Receipt):
                 with transport.lane(receipts, joined=False):
@@ -192,54 +156,42 @@ class RailAllGather(AllGather):
             for wait in (put.waits_for, credit):
                 if wait is not None:
                     paced.wait(lane, wait)
-            marks = filled if put.block == self.rank else ()
-            beside = self._put_beside(transport, prepared.beside, marks) or beside
-            _put_all(transport, prepared.own, marks)
+            for piece, part in prepared:
+                if put.block == self.rank and piece >= after:
+                    transport.after(filled[piece])
+                    after = piece + 1
+                transport.put(part)
             with transport.lane("signals") if lane == "rail" else nullcontext():
-                transport.after(beside)
                 paced.publish(put.peer, put.number)
-            beside = self._put_beside(transport, prepared.between, marks) or beside
-        # Who waits for this lane waits for all that has been put.
-        transport.after(beside)
 
-    @staticmethod
-    def _put_beside(transport: Transport, puts: _Puts, filled: Sequence[Mark | None]) -> Mark | None:
-        """Put what goes beside the rail, after what that has waited for and put so far; when it is done."""
-        if not puts:
-            return None
-        with transport.lane("beside"):
-            _put_all(transport, puts, filled)
-            return transport.mark()
-
-    def _parts(self, block: int) -> tuple[tuple[_Part, ...], ...]:
-        """`block` in chunks, what is tiny last."""
-        parts = [
-            _Part(number if block == self.rank else 0, copy, copy.nbytes < _TINY_NBYTES)
-            for number, piece in enumerate(self._pieces)
-            for copy in gather_copies(self.layout, block, piece)
-        ]
-        parts.sort(key=lambda part: part.is_tiny)
-        chunks = cut([part.copy for part in parts], self.pacing.chunk_nbytes)
-        return tuple(tuple(parts[number]._replace(copy=copy) for number, copy in chunk) for chunk in chunks)
+    def _parts(self, block: int) -> tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]:
+        """By chunk of `block`, its copies by the piece of the own part that they wait for."""
+        by_piece = [gather_copies(self.layout, block, piece) for piece in self._pieces]
+        piece_of = [number if block == self.rank else 0 for number, copies in enumerate(by_piece) for _ in copies]
+        chunks = cut([copy for copies in by_piece for copy in copies], self.pacing.chunk_nbytes)
+        return tuple(
+            tuple(
+                (piece, tuple(copy for _, copy in parts))
+                for piece, parts in groupby(chunk, key=lambda part: piece_of[part[0]])
+            )
+            for chunk in chunks
+        )
 
     # --- what is prepared ---
 
-    def _prepare_all(self, slot: Slot) -> dict[Lane, list[_StepPuts]]:
+    def _prepare_all(self, slot: Slot) -> dict[Lane, list[_Puts]]:
         memory, transport = slot.window.memory, slot.transport
 
-        def prepare(peer: int, parts: _Parts) -> _Puts:
+        def prepare(step: tuple[ChunkPut, Wait | None] | Receipt) -> _Puts:
+            if isinstance(step, Receipt):
+                return ()
+            put, _ = step
             return tuple(
-                (piece, transport.prepare(slot.window, peer, [(memory, copy) for copy in copies]))
-                for piece, copies in parts
+                (piece, transport.prepare(slot.window, put.peer, [(memory, copy) for copy in copies]))
+                for piece, copies in self._chunks[put.block][put.chunk]
             )
 
-        def prepared(lane: Lane, step: tuple[ChunkPut, Wait | None] | Receipt) -> _StepPuts:
-            if isinstance(step, Receipt):
-                return _StepPuts((), (), ())
-            put, _ = step
-            return _StepPuts(*(prepare(put.peer, parts) for parts in self._chunks[lane][put.block][put.chunk]))
-
-        return {lane: [prepared(lane, step) for step in steps] for lane, steps in self._steps.items()}
+        return {lane: [prepare(step) for step in steps] for lane, steps in self._steps.items()}
 
     def _fills_of(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None
@@ -265,39 +217,5 @@ def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
     return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)
 
 
-def _are_reusable(puts: dict[Lane, list[_StepPuts]]) -> bool:
-    return all(step.is_reusable for of_lane in puts.values() for step in of_lane)
-
-
-def _put_all(transport: Transport, puts: _Puts, filled: Sequence[Mark | None]) -> None:
-    """filled: by piece, after what it is put; empty for what is there."""
-    last = -1
-    for piece, put in puts:
-        if filled and piece > last:
-            transport.after(filled[piece])
-            last = piece
-        transport.put(put)
-
-
-def _by_piece(parts: Iterable[_Part]) -> _Parts:
-    return tuple((piece, tuple(part.copy for part in some)) for piece, some in groupby(parts, key=lambda p: p.piece))
-
-
-def _in_two_lanes(chunks: Sequence[Sequence[_Part]], is_own: bool) -> tuple[_Chunk, ...]:
-    """Each chunk's bytes in two lanes, about half in each.
-
-    is_own: then what is tiny of the last chunk goes between the earlier ones, if there are any.
-    """
-    early = [part for part in chunks[-1] if part.is_tiny] if is_own and len(chunks) > 1 else []
-    split = []
-    for number, chunk in enumerate(chunks):
-        lanes: tuple[list[_Part], list[_Part]] = ([], [])
-        nbytes = [0, 0]
-        for part in chunk:
-            if part not in early or number < len(chunks) - 1:
-                lane = int(nbytes[1] < nbytes[0])
-                lanes[lane].append(part)
-                nbytes[lane] += part.copy.nbytes
-        between = early[number :: len(chunks) - 1] if number < len(chunks) - 1 else []
-        split.append(_Chunk(*(_by_piece(parts) for parts in (*lanes, between))))
-    return tuple(split)
+def _are_reusable(puts: dict[Lane, list[_Puts]]) -> bool:
+    return all(put.is_reusable for of_lane in puts.values() for parts in of_lane for _, put in parts)

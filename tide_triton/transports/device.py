@@ -10,7 +10,6 @@ rank's memory: no SM takes part.
     reduce    credits, puts and signals of reduce-scatters                   the gradients
     sum       the sums of what has landed                                    WRITTEN, piece by piece
     rail      over several nodes: puts to other nodes                        what they wait for (`paced`)
-    beside    some of an all-gather's puts to other nodes                    the rail, chunk by chunk
     signals   WRITTEN of what an all-gather has put to other nodes           the rail, chunk by chunk
     receipts  acknowledgements of what an all-gather's rail has brought      WRITTEN, chunk by chunk
     local_receipts   and of what has come from the own node                  WRITTEN, chunk by chunk

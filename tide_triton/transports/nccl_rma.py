@@ -19,8 +19,7 @@ each other, across streams, so a wait in one lane would hold up every put of the
 That last also binds puts: one that stands behind a credit holds up later puts of other lanes. Since all of it is in the
 order of the program, in which the host transport runs everything, nothing waits for itself; it costs overlap only. For
 the same reason the communicators are not torch's: its collectives would be in that order too. There are two of them,
-each with all windows: one for what the rail's lane puts, one for whatever other lanes put and raise. What an all-gather
-puts over its rail goes by both, so that the time that a put takes beside its bytes passes while another moves some.
+each with all windows: one for what the rail's lane puts, one for whatever other lanes put and raise.
 
 Every put ends in a signal of NCCL's, since there is no put without one. They are counted up and never read.
 

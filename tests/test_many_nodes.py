@@ -29,7 +29,6 @@ from tide_triton.layouts import (
     GroupSpec,
     Hierarchy,
     Pacing,
-    SpecError,
     TensorSpec,
     Topology,
     gather_load,
@@ -261,21 +260,36 @@ def misuse(rank: int, world: int) -> list[str]:
         {"topology": Topology(2, 2), "wire_dtype": torch.int8},
         {"topology": Topology(2, 2) if rank else Topology(4, 1)},
         {"topology": Topology(2, 2), "wire_dtype": None if rank else torch.bfloat16},
+        {"topology": 2},
+        {"wire_dtype": torch.bfloat16},
+        {"transport": "host_switch" if rank else "host"},
+        {"topology": Topology(3, 2) if rank == 1 else None},
+        {"timeout_s": 30 if rank else -1},
+        {"transport": "host" if rank else "nccl"},
+        {"topology": Topology(2, 2), "switch_sums": True},
     ):
         try:
-            Collectives(dist.group.WORLD, spec, timeout_s=30, **options)
-        except (SpecError, MismatchError) as error:
+            Collectives(dist.group.WORLD, spec, **{"timeout_s": 30, **options})
+        except (ValueError, MismatchError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
 
 
-def test_topologies_that_cannot_be_or_differ_are_refused_on_every_rank(ranks: RankPools) -> None:
-    for messages in ranks(4).run(misuse):
+def test_what_cannot_be_or_differs_is_refused_on_every_rank(ranks: RankPools) -> None:
+    for rank, messages in enumerate(ranks(4).run(misuse)):
         assert messages[0] == "SpecError: topology has 3 nodes x 2 GPUs, but spec.world_size is 4"
         assert messages[1].startswith("SpecError: wire_dtype must be one of torch.float64")
         assert messages[1].endswith("got torch.int8")
         assert messages[2].startswith("MismatchError: ranks disagree on topology: ")
         assert messages[3].startswith("MismatchError: ranks disagree on wire_dtype: torch.bfloat16 on ranks [0]; None")
+        assert messages[4].startswith("SpecError: topology must be a Topology(nodes, gpus_per_node), or None for one")
+        assert messages[5].startswith("SpecError: wire_dtype=torch.bfloat16 is what sums are rounded to between nodes")
+        assert messages[6].startswith("MismatchError: ranks disagree on transport: 'host' on ranks [0]; 'host_switch'")
+        elsewhere = "SpecError: Collectives failed on rank {}: "
+        assert messages[7].startswith("SpecError: topology has" if rank == 1 else elsewhere.format(1) + "topology has")
+        assert messages[8].startswith(elsewhere.format(0) + "timeout_s" if rank else "SpecError: timeout_s must be")
+        assert messages[9].startswith(elsewhere.format(0) + "transport" if rank else "ValueError: transport='nccl'")
+        assert messages[10].startswith("SpecError: switch_sums=True works on one node only, and topology has 2")
 
 
 # --- several process groups at once ---
@@ -362,7 +376,6 @@ SETTINGS: dict[str, Setting] = {
     "fp16 reduce with pre-division": Setting(partial(_model, FP16), Topology(2, 2)),
     "fp16 reduce with pre-division, a node a rank": Setting(partial(_model, FP16), Topology(4, 1)),
     "accumulation without sync": Setting(_model, Topology(2, 2), Loop(steps=2, micro=2, sync=False)),
-    "early reduction": Setting(_model, Topology(2, 2), Loop(steps=4), options={"early_reduce": True}),
     "cast shards kept": Setting(_model, Topology(2, 2), options={"keep_cast": True, "reuse": False}),
     "Shard(1)": Setting(_columns, Topology(2, 2)),
     "HSDP": Setting(partial(_hybrid, 2, 2), Topology(2, 1)),
@@ -474,6 +487,7 @@ def refused(rank: int, world: int) -> list[str]:
         {"nodes": 3 if rank else 2},
         {"nodes": 2, "wire_dtype": torch.int32},
         {"nodes": 2, "early_reduce": True, "grads_in_slots": True},
+        {"nodes": 2, "early_reduce": True},
     ):
         model = _model()
         try:
@@ -490,4 +504,6 @@ def test_nodes_that_cannot_be_are_refused_on_every_rank(ranks: RankPools) -> Non
         assert messages[2].startswith("ranks disagree on attach(nodes=...): 4 on ranks [0]; 2 on ranks [1, 2, 3]")
         assert ("" if rank else "attach failed on rank 1: ") + "nodes=3 does not divide" in messages[3]
         assert messages[4].startswith("wire_dtype must be one of torch.float32")
-        assert messages[5].startswith("grads_in_slots=True works on one node only, got nodes=2")
+        assert messages[5].startswith("early_reduce=True works on one node only, got nodes=2: over several, gradients")
+        assert messages[5].endswith("pass early_reduce=False, and grads_in_slots=False")
+        assert messages[6].endswith("pass early_reduce=False")

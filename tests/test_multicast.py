@@ -46,35 +46,37 @@ def shards_of(spec: GroupSpec, rank: int, sources: Sequence[torch.Tensor], *, ca
     return parts if cast else [s.to(DTYPES[t.dtype]) for t, s in zip(spec.tensors, parts, strict=True)]
 
 
-def in_one_row(spec: GroupSpec, rank: int) -> bool:
-    return all(shard(tensor, spec.world_size, rank).region.rows <= 1 for tensor in spec.tensors)
-
-
-def gather(rank: int, world: int, seed: int, multicast_nbytes: int) -> str | tuple[int, int, int]:
+def gather(rank: int, world: int, seed: int, multicast_nbytes: int) -> str | tuple[int, int, int, int]:
     """Gathers of casts, and of shards as they are, in turns through one poisoned slot; then what was sent, how."""
     spec = random_spec(world, seed)
-    own = sum(shard(tensor, world, rank).nbytes for tensor in spec.tensors)
-    may = 0 < own <= multicast_nbytes and in_one_row(spec, rank)
+    shards = [shard(tensor, world, rank) for tensor in spec.tensors]
+    in_rows = sum(own.nbytes for own in shards if own.region.rows > 1)
+    in_one_row = sum(own.nbytes for own in shards) - in_rows
+    once = in_one_row if in_one_row <= multicast_nbytes else 0
+    to_each = in_rows + in_one_row - once
     with opened(spec, multicast_nbytes=multicast_nbytes) as collectives:
         for turn in range(4):
             sources = sources_of(spec, seed + turn)
             if wrong := gathered_wrong(collectives, shards_of(spec, rank, sources, cast=turn % 2 == 0), sources):
                 return f"turn {turn}: {wrong}"
         found = collectives.gather_traffic
-        sent = 4 * own if may else 4 * own * (world - 1)
-        if (found.multicast_bytes, found.wire_bytes) != (4 * own if may else 0, sent):
-            return f"{own} bytes a turn, and {found} of {spec}"
-    return int(may), int(not may), int(own > multicast_nbytes)
+        if (found.multicast_bytes, found.wire_bytes) != (4 * once, 4 * (once + to_each * (world - 1))):
+            return f"{once} and {to_each} bytes a turn, and {found} of {spec}"
+        why = f"the smallest piece has {in_one_row} bytes" if in_one_row else "every shard is of several rows"
+        remarked = [count for remark, count in found.remarks.items() if why in remark]
+        if remarked != ([4] if to_each and not once else []):
+            return f"{found.remarks} of {spec}"
+    return int(once > 0), int(to_each > 0), int(in_one_row > multicast_nbytes), int(once > 0 and to_each > 0)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_layouts_are_gathered_bit_for_bit_whichever_way_pieces_go(ranks: RankPools, world: int) -> None:
-    ways = [0, 0, 0]
+    ways = [0, 0, 0, 0]
     for seed in range(10):
         for outcome in ranks(world).run(gather, seed, (60, 400, LARGE)[seed % 3]):
             assert not isinstance(outcome, str), outcome
             ways = [before + more for before, more in zip(ways, outcome, strict=True)]
-    assert all(ways), f"multicast, to peers, too large: {ways}"
+    assert all(ways), f"multicast, to peers, too large, both in one piece: {ways}"
 
 
 def gather_in_pieces(rank: int, world: int) -> tuple[str, int, int]:

@@ -83,15 +83,15 @@ def _kernels_on_streams() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _count_multicasts() -> Iterator[None]:
-    is_multicast = AllGather._is_multicast
+    prepare = AllGather._prepare
 
-    def counted(gather: AllGather, *arguments: Any) -> bool:
-        found = is_multicast(gather, *arguments)
-        taken["multicast"] += found
-        return found
+    def counted(gather: AllGather, *arguments: Any) -> Any:
+        program = prepare(gather, *arguments)
+        taken["multicast"] += program.multicast_nbytes > 0
+        return program
 
     taken.update(dict.fromkeys(taken, 0))
-    with mock.patch.object(AllGather, "_is_multicast", counted):
+    with mock.patch.object(AllGather, "_prepare", counted):
         yield
 
 

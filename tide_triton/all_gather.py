@@ -37,6 +37,7 @@ class _Program:
 
     reads_shards: whether puts start from the shards, or from what is kept of them, and not from the own slot.
     wire_nbytes, multicast_nbytes: as `Traffic` counts them.
+    remark: why nothing is multicast though it was asked for, None where something is or it was not.
     """
 
     casts: list[Prepared | None]
@@ -45,6 +46,7 @@ class _Program:
     reads_shards: bool
     wire_nbytes: int
     multicast_nbytes: int
+    remark: str | None = None
 
     @property
     def is_reusable(self) -> bool:
@@ -85,8 +87,8 @@ class AllGather:
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
     tiny: tensors of which a rank has fewer bytes come last.
-    multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast, on a transport that does, unless
-    their shards are of several rows in the slot or a CUDA graph is captured; None for none. Ranks may differ in it.
+    multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast on a transport that does, without
+    shards of several rows in the slot, and unless a CUDA graph is captured; None for none. Ranks may differ in it.
     """
 
     def __init__(
@@ -158,6 +160,8 @@ class AllGather:
             transport.after(sent if sent is not None else cast_mark)
         traffic.wire_bytes += program.wire_nbytes
         traffic.multicast_bytes += program.multicast_nbytes
+        if program.remark is not None:
+            traffic.remarks[program.remark] += 1
         traffic.zero_copy += 1
         return Gathering(turn)
 
@@ -173,35 +177,44 @@ class AllGather:
     def _prepare(self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None) -> _Program:
         program = _Program([], [], [], False, 0, 0)
         with slot.transport.here():
-            for number in range(len(self._pieces)):
-                self._prepare_piece(program, slot, shards, kept, number)
+            rowed = [self._prepare_piece(program, slot, shards, kept, number) for number in range(len(self._pieces))]
+        if self._may_multicast(slot.transport) and program.wire_nbytes and not program.multicast_nbytes:
+            smallest = min((nbytes for nbytes in rowed if nbytes), default=None)
+            program.remark = (
+                "nothing was multicast: every shard is of several rows in the slot"
+                if smallest is None
+                else f"nothing was multicast: the smallest piece has {smallest} bytes, multicast_nbytes is "
+                f"{self._multicast_nbytes}"
+            )
         return program
 
     def _prepare_piece(
         self, program: _Program, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int
-    ) -> None:
-        """Append piece `number` to `program`."""
+    ) -> int:
+        """Append piece `number` to `program`. Returns its bytes in shards of one row, which alone can be multicast."""
+        transport, window = slot.transport, slot.window
         cast, own, moves = self.fill(slot, shards, kept, number)
         program.reads_shards |= own is not None
-        nbytes = sum(copy.nbytes for _, copy in moves)
-        if self._is_multicast(slot.transport, nbytes, moves):
-            own, puts = None, [slot.transport.prepare_multicast(slot.window, moves)]
+        in_one_row = [move for move in moves if move[1].rows == 1]
+        nbytes = sum(copy.nbytes for _, copy in in_one_row)
+        puts: list[Put] = []
+        if self._may_multicast(transport) and 0 < nbytes <= self._multicast_nbytes:
+            moves = [move for move in moves if move[1].rows > 1]
+            puts.append(transport.prepare_multicast(window, in_one_row))
+            # The multicast reaches the own slot too.
+            own = None if own is None or not moves else transport.prepare(window, self.rank, moves)
             program.wire_nbytes += nbytes
             program.multicast_nbytes += nbytes
-        else:
-            puts = [slot.transport.prepare(slot.window, peer, moves) for peer in slot.peers]
-            program.wire_nbytes += nbytes * len(puts)
+        if moves or not puts:
+            puts += [transport.prepare(window, peer, moves) for peer in slot.peers]
+            program.wire_nbytes += sum(copy.nbytes for _, copy in moves) * len(slot.peers)
         program.casts.append(cast)
         program.own.append(own)
         program.puts.append(puts)
+        return nbytes
 
-    def _is_multicast(self, transport: Transport, nbytes: int, moves: Sequence[tuple[torch.Tensor, Copy]]) -> bool:
-        return (
-            0 < nbytes <= self._multicast_nbytes
-            and transport.multicasts
-            and transport.capture is None
-            and all(copy.rows == 1 for _, copy in moves)
-        )
+    def _may_multicast(self, transport: Transport) -> bool:
+        return self._multicast_nbytes > 0 and transport.multicasts and transport.capture is None
 
     def fill(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None, number: int = 0

@@ -23,7 +23,7 @@ from tide_triton.reducers import Reducer, Reduction
 from tide_triton.switch_reduce import SwitchReduceScatter
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
-from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.transports.rendezvous import Rendezvous, timeout_problem, usable_timeout
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot, SlotPool
 
@@ -43,7 +43,8 @@ class Collectives:
     multicast_nbytes, switch_sums: as in `tide_triton.attach`, on one node. Gradients that a switch sums have a slot of
     their own. Calls that a CUDA graph captures are not multicast.
 
-    Arguments are checked on each rank before anything moves; a call that one rank refuses is one that the others make.
+    What one rank refuses when they are made is raised on all of them. Arguments of the calls are checked on each rank
+    before anything moves: a call that one rank refuses is one that the others make.
 
     One slot holds the gathered tensors; each `all_gather` overwrites what the one before returned. Gradients go through
     a ring of two chunks of at most 64 MiB. Close it, or use it as a context manager, to give the windows back.
@@ -53,8 +54,8 @@ class Collectives:
     replays.
 
     Raises SpecError where the group's or the topology's size is not the spec's, or `wire_dtype` is none that can be
-    summed, MismatchError where ranks disagree, and what
-    `tide_triton.attach` raises about windows and peers.
+    summed or comes without a topology, ValueError for a transport that cannot move tensors of `device`, MismatchError
+    where ranks disagree, and what `tide_triton.attach` raises about windows and peers.
     """
 
     def __init__(
@@ -70,36 +71,33 @@ class Collectives:
         multicast_nbytes: int | None = None,
         switch_sums: bool = False,
     ) -> None:
-        if group.size() != spec.world_size:
-            raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
-        if topology is not None and topology.world_size != spec.world_size:
-            raise SpecError(
-                f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but spec.world_size is "
-                f"{spec.world_size}"
-            )
-        if wire_dtype is not None and wire_dtype not in _FLOATS:
-            raise SpecError(f"wire_dtype must be one of {', '.join(map(str, _FLOATS))}, or None, got {wire_dtype!r}")
-        _check_multicast(multicast_nbytes, switch_sums, topology)
-        device = torch.device(device)
-        if str(device) == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device
-        select.check(transport, device)
+        # A problem that only one rank has must not leave the others waiting for it.
+        problem: Exception | None = None
+        try:
+            device = _device(device)
+            _check(group, spec, transport, device, timeout_s, topology, wire_dtype)
+            _check_multicast(multicast_nbytes, switch_sums, topology)
+        except ValueError as error:
+            problem = error
+        meeting = Rendezvous(group, usable_timeout(timeout_s))
+        found = meeting.first_problem(problem, "opening Collectives")
+        if found is not None:
+            raise problem or SpecError(f"Collectives failed on rank {found[0]}: {found[1]}")
+        self._device = torch.device(device)
         self.spec = spec
         self.rank: int = group.rank()
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
         self._shards = [shard(tensor, spec.world_size, self.rank) for tensor in spec.tensors]
         self._reducers: dict[torch.dtype, Reducer] = {}
-        meeting = Rendezvous(group, timeout_s)
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
+        parts += [("transport", repr(transport)), ("timeout_s", repr(timeout_s))]
         parts += [("topology", repr(topology)), ("wire_dtype", repr(wire_dtype))]
         parts += [("multicast_nbytes", repr(multicast_nbytes)), ("switch_sums", repr(switch_sums))]
-        options = f"{topology} {wire_dtype} {multicast_nbytes} {switch_sums}"
-        meeting.require_equal(f"{spec.digest} {options}", parts, "opening Collectives")
+        meeting.require_equal(repr(parts), parts, "opening Collectives")
         nodes = 1 if topology is None else topology.nodes
         multicast = multicast_nbytes is not None or switch_sums
-        chosen, _ = select.make(transport, device, group, meeting, timeout_s, nodes, multicast=multicast)
+        chosen, _ = select.make(transport, self._device, group, meeting, timeout_s, nodes, multicast=multicast)
         self._pool = SlotPool(chosen)
         self._nodes: ManyNodes | None = None
         self._gather: AllGather
@@ -233,13 +231,56 @@ class Collectives:
                 )
 
 
+def _device(device: torch.device | str) -> torch.device:
+    """Raises SpecError where torch knows no such device."""
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(f"device={device!r} is none that torch knows; pass 'cpu', or 'cuda'") from error
+    return torch.device("cuda", torch.cuda.current_device()) if str(made) == "cuda" else made
+
+
+def _check(
+    group: dist.ProcessGroup,
+    spec: GroupSpec,
+    transport: str,
+    device: torch.device,
+    timeout_s: object,
+    topology: object,
+    wire_dtype: object,
+) -> None:
+    """Raise SpecError for a value that cannot be, ValueError for a transport that cannot move tensors of `device`."""
+    if not isinstance(spec, GroupSpec):
+        raise SpecError(f"spec must be a GroupSpec, got {type(spec).__name__}")
+    if group.size() != spec.world_size:
+        raise SpecError(f"spec.world_size is {spec.world_size}, but the process group has {group.size()} ranks")
+    if problem := timeout_problem(timeout_s):
+        raise SpecError(problem)
+    if topology is not None and not isinstance(topology, Topology):
+        raise SpecError(f"topology must be a Topology(nodes, gpus_per_node), or None for one node, got {topology!r}")
+    if topology is not None and topology.world_size != spec.world_size:
+        raise SpecError(
+            f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but spec.world_size is "
+            f"{spec.world_size}"
+        )
+    if wire_dtype is not None and wire_dtype not in _FLOATS:
+        raise SpecError(f"wire_dtype must be one of {', '.join(map(str, _FLOATS))}, or None, got {wire_dtype!r}")
+    if wire_dtype is not None and topology is None:
+        raise SpecError(
+            f"wire_dtype={wire_dtype} is what sums are rounded to between nodes: leave it out, or pass "
+            f"topology=Topology(nodes, gpus_per_node)"
+        )
+    select.check(transport, device)
+
+
 def _check_multicast(multicast_nbytes: object, switch_sums: object, topology: Topology | None) -> None:
     if problem := multicast_problem(multicast_nbytes):
         raise SpecError(problem)
     if not isinstance(switch_sums, bool):
         raise SpecError(f"switch_sums must be True or False, got {switch_sums!r}")
     if (multicast_nbytes is not None or switch_sums) and topology is not None and topology.nodes > 1:
+        asked = "switch_sums=True" if switch_sums else f"multicast_nbytes={multicast_nbytes}"
         raise SpecError(
-            f"multicast_nbytes={multicast_nbytes} and switch_sums={switch_sums} work on one node only, and topology "
-            f"has {topology.nodes}: a switch reaches no other node; leave them out, or the topology"
+            f"{asked} works on one node only, and topology has {topology.nodes}: a switch reaches no other node; leave "
+            f"it out, or the topology"
         )

@@ -24,7 +24,6 @@ from tide_triton.fsdp.checks import (
     require_idle,
     sites_of,
     stock_reason,
-    usable_timeout,
 )
 from tide_triton.fsdp.comms import TideAllGather, TideReduceScatter
 from tide_triton.fsdp.domain import Domain
@@ -36,7 +35,7 @@ from tide_triton.fsdp.report import GroupReport, Report
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
-from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.transports.rendezvous import Rendezvous, usable_timeout
 
 #: Where an attachment is kept: on the model, so that it lives and dies with it.
 _KEY = "_tide_attachment"
@@ -88,7 +87,7 @@ def attach(
     resharded, or wider than its parameters) goes through the ring by itself.
     early_reduce: send each gradient through the ring when autograd produces it, once two backwards of a group went
     alike, and drop it when it is summed. Costs host time for each. Groups that hold no other groups only: those of a
-    parent come mixed with its children's, in an order that ranks need not share.
+    parent come mixed with its children's, in an order that ranks need not share. On one node only.
     keep_cast: keep each shard as it was cast for forward, so that backward gathers without a kernel; takes the bytes of
     all shards once more, in the parameters' dtype.
     grads_in_slots: with `early_reduce`, let `nn.Linear` layers write the gradients of their weights over the weights in
@@ -96,13 +95,14 @@ def attach(
     ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
     nodes: how many nodes the ranks of every process group are on, equally many on each, in rank order; None for one.
     Over several, shards cross each rail once, and gradients are summed inside a node before they leave it, in node
-    order after. `slot_reuse` then has no effect, and gradients leave when their group's last one is there; the ring is
-    that of `tide_triton.hierarchical_reduce`, and all-gathers are paced by its chunks too.
+    order after. `slot_reuse` then has no effect, since gradients leave through the ring once their group's last one is
+    there; the ring is that of `tide_triton.hierarchical_reduce`, and all-gathers are paced by its chunks too.
     wire_dtype: what a node's sums are rounded to on their way to other nodes, torch.bfloat16 say; None for what they
     are summed in. One node rounds nothing.
     multicast_nbytes: where the transport can multicast, all-gathers put pieces of up to so many bytes to all ranks at
-    once; larger ones, for which it has been seen to be slower, and those that lie in several rows go to each peer. None
-    asks no library for multicast. Where it was asked for and cannot be had, a warning and `report()` say why.
+    once; larger ones, for which it has been seen to be slower, and shards that lie in several rows go to each peer, and
+    `report()` says where nothing was multicast for that. None asks no library for multicast. Where it was asked for and
+    cannot be had, a warning and `report()` say why.
     switch_sums: where the transport can multicast, let the switch sum bf16 gradients: each rank's are copied into its
     slot, and each owner reads the sum of its part. **Sums are then rounded to bf16 and in an order of the switch's**,
     so that they are neither stock's bits nor need repeat; `tide_triton.kernels.multimem` gives the bound. What it
@@ -158,7 +158,7 @@ def attach(
         for process_group, members in by_group.items():
             meeting = meetings[process_group]
             try:
-                agree_on_specs(meeting, members, options, timeout_s=timeout_s, prefetch=prefetch)
+                agree_on_specs(meeting, members, options, transport=transport, timeout_s=timeout_s, prefetch=prefetch)
                 device = members[0].group.device
                 nodes, multicast = options.nodes or 1, options.wants_multicast
                 made, why = select.make(
@@ -356,5 +356,9 @@ def _why(gather: Traffic, reduce: Traffic) -> str:
         for name, traffic in (("gather", gather), ("reduce", reduce))
         for reason, count in traffic.fallback_reasons.items()
     ]
-    reasons += [f"reduce: {remark} (x{count})" for remark, count in reduce.remarks.items()]
+    reasons += [
+        f"{name}: {remark} (x{count})"
+        for name, traffic in (("gather", gather), ("reduce", reduce))
+        for remark, count in traffic.remarks.items()
+    ]
     return "; ".join(reasons)

@@ -4,7 +4,6 @@ A problem that only one rank has is raised on every rank: all come to the same m
 """
 
 import hashlib
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ from tide_triton.fsdp.reference import StockAllGather
 from tide_triton.layouts import ITEMSIZES
 from tide_triton.traffic import Traffic
 from tide_triton.transports import select
-from tide_triton.transports.rendezvous import Rendezvous
+from tide_triton.transports.rendezvous import Rendezvous, timeout_problem
 from tide_triton.views import dtype_name
 
 
@@ -82,8 +81,8 @@ def check_options(
             raise AttachError(f"group '{site.name}': {error}") from error
     options.check()
     _check_nodes(sites, stock, options.nodes)
-    if usable_timeout(timeout_s) != timeout_s:
-        raise AttachError(f"timeout_s must be a positive, finite number of seconds, got {timeout_s!r}")
+    if too_odd := timeout_problem(timeout_s):
+        raise AttachError(too_odd)
     refused = [(s.site.name, s.reason) for s in stock if s.reason not in NOTHING_TO_DO]
     refused += [(s.name, "resharded to a smaller mesh after forward") for s in sites if s.group._use_post_forward_mesh]
     if options.strict and refused:
@@ -112,16 +111,6 @@ def _check_nodes(sites: Sequence[GroupSite], stock: Sequence[StockGroup], nodes:
                 f"nodes={nodes} does not divide the {process_group.size()} ranks that group '{site.name}' is sharded "
                 f"over; pass the number of nodes that these ranks are on, or None for one"
             )
-
-
-def usable_timeout(timeout_s: float) -> float:
-    """`timeout_s` where it is one, else a minute, in which ranks can still tell each other that it is not."""
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    try:
-        return float(timeout_s) if is_number and math.isfinite(timeout_s) and timeout_s > 0 else 60.0
-    except OverflowError:
-        # An integer beyond what a float holds.
-        return 60.0
 
 
 ONE_RANK = "sharded over one rank: nothing to communicate"
@@ -165,10 +154,9 @@ def agree_that_all_is_well(meetings: Collection[Rendezvous], problem: Exception 
     # A problem in one process group reaches the others through ranks that are in both: hence the second round.
     for _ in range(min(2, len(meetings))):
         for meeting in meetings:
-            texts = meeting.exchange("" if problem is None else str(problem) or repr(problem), what)
-            for rank, text in zip(meeting.global_ranks, texts, strict=True):
-                if text and problem is None:
-                    problem = AttachError(f"attach failed on rank {rank}: {text}")
+            found = meeting.first_problem(problem, what)
+            if found is not None and problem is None:
+                problem = AttachError(f"attach failed on rank {found[0]}: {found[1]}")
     if problem is not None:
         raise problem
 

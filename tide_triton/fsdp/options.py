@@ -50,10 +50,11 @@ class Options:
             raise AttachError(f"ring_chunk_nbytes must be an integer >= 1 (bytes), got {self.ring_chunk_nbytes!r}")
         if self.nodes is not None and not _is_count(self.nodes):
             raise AttachError(f"nodes must be an integer >= 1, or None for one node; got {self.nodes!r}")
-        if self.grads_in_slots and (self.nodes or 1) > 1:
+        if self.early_reduce and (self.nodes or 1) > 1:
+            with_it = ", and grads_in_slots=False" if self.grads_in_slots else ""
             raise AttachError(
-                f"grads_in_slots=True works on one node only, got nodes={self.nodes}: over several, gradients leave "
-                f"when their group's last one is there; pass grads_in_slots=False"
+                f"early_reduce=True works on one node only, got nodes={self.nodes}: over several, gradients leave when "
+                f"their group's last one is there; pass early_reduce=False{with_it}"
             )
         if self.wire_dtype is not None and self.nodes is None:
             raise AttachError(

@@ -92,12 +92,12 @@ class HostTransport:
     Raises PeerError where a rank does not come, OSError where the ranks do not share a machine.
     """
 
-    name = "host"
     #: Nothing overlaps here, so nothing is gained by pieces.
     piece_nbytes: int | None = None
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, *, emulate_switch: bool = False) -> None:
         self.device = torch.device("cpu")
+        self.name = "host_switch" if emulate_switch else "host"
         self.multicasts = emulate_switch
         self.rank = rendezvous.rank
         self.world_size = rendezvous.world_size

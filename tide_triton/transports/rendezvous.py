@@ -4,6 +4,7 @@ Messages go through the store that the group itself was built on, so that settin
 an order between groups, and leaves the group usable whatever happens.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,6 +13,23 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from tide_triton.errors import MismatchError, WaitTimeoutError
+
+
+def usable_timeout(timeout_s: object) -> float:
+    """`timeout_s` where it is one, else a minute, in which ranks can still tell each other that it is not."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    try:
+        return float(timeout_s) if is_number and math.isfinite(timeout_s) and timeout_s > 0 else 60.0  # type: ignore
+    except OverflowError:
+        # An integer beyond what a float holds.
+        return 60.0
+
+
+def timeout_problem(timeout_s: object) -> str | None:
+    """What is wrong with it as a time limit, None where nothing is."""
+    if usable_timeout(timeout_s) == timeout_s and not isinstance(timeout_s, bool):
+        return None
+    return f"timeout_s must be a positive, finite number of seconds, got {timeout_s!r}"
 
 
 class Rendezvous:
@@ -82,6 +100,12 @@ class Rendezvous:
         for key in self._said:
             self._store.delete_key(key)
         self._store.add(f"tide/generation/{self.rank}", -1)
+
+    def first_problem(self, problem: Exception | None, what: str) -> tuple[int, str] | None:
+        """The first rank that has a problem, and what it is; None where none has. `problem` is this rank's."""
+        texts = self.exchange("" if problem is None else str(problem) or repr(problem), what)
+        found = ((rank, text) for rank, text in zip(self.global_ranks, texts, strict=True) if text)
+        return next(found, None)
 
     def require_equal(self, message: str, describe: Sequence[tuple[str, str]], what: str) -> None:
         """Raise MismatchError on every rank unless all gave the same `message`.

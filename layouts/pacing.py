@@ -163,6 +163,12 @@ def pacing_for(topology: Topology, specs: Sequence[GroupSpec] | None, nbytes: in
     return Pacing(max(room, ALIGNMENT), depth)
 
 
+def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
+    """Bytes of a window that holds the rings of any reduction over `topology`, whatever its dtypes."""
+    # Slices from each other GPU, partials, and the outbox.
+    return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
+
+
 #: In how many chunks a gather's block goes at most. Each costs two signals' way over the rail; inside a chunk, what has
 #: been cast goes at once, and what forwards it lags behind by one.
 BLOCK_CHUNKS: Final = 4

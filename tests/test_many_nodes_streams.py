@@ -24,12 +24,13 @@ from tests.test_many_nodes import sum_over_nodes
 from tide_triton import hierarchical_program, hierarchical_reduce
 from tide_triton.hierarchical_plan import Plan
 from tide_triton.hierarchical_program import Memory, Program, empty_accumulator
-from tide_triton.hierarchical_reduce import HierarchicalReduceScatter, rings_nbytes
+from tide_triton.hierarchical_reduce import HierarchicalReduceScatter
 from tide_triton.kernels import accumulate
 from tide_triton.kernels.launch import Prepared
 from tide_triton.kernels.movable import Movable
 from tide_triton.kernels.tables import Launch, make_launch
 from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, TensorSpec, Topology, Wait
+from tide_triton.layouts.pacing import rings_nbytes
 from tide_triton.paced import PacedTurn
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.reducers import Reduction

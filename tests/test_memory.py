@@ -20,6 +20,7 @@ from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
 from tide_triton.memory import (
     BUFFER_WORLDS,
     COUNTERS,
+    STAGING_NBYTES,
     MemoryPlan,
     flags_nbytes,
     model_named,
@@ -93,12 +94,13 @@ def test_what_a_third_slot_and_a_ring_were_measured_to_cost_is_what_is_planned()
 
 def test_defaults_and_counters_are_those_of_attach_and_transports() -> None:
     from tide_triton import attach
-    from tide_triton.transports import base
+    from tide_triton.transports import base, over_nodes
     from tide_triton.transports.device import header_nbytes
 
     told = inspect.signature(attach).parameters
     assert (told["ring_chunk_nbytes"].default, told["ring_depth"].default) == (RING_CHUNK_NBYTES, RING_DEPTH)
     assert COUNTERS == base.COUNTERS
+    assert STAGING_NBYTES == over_nodes.STAGING_NBYTES
     assert [flags_nbytes(world) for world in (1, 2, 63, 64, 16384)] == [
         header_nbytes(world) for world in (1, 2, 63, 64, 16384)
     ]
@@ -142,7 +144,7 @@ plans = st.builds(
         vocab=st.sampled_from([0, 1, 777]),
         experts=st.integers(1, 9),
     ),
-    st.builds(Topology, st.integers(2, 5), st.integers(1, 4)),
+    st.builds(Topology, st.integers(1, 5), st.integers(1, 4)).filter(lambda topology: topology.world_size > 1),
     ring_chunk_nbytes=st.integers(1 << 13, 1 << 18),
     ring_depth=st.integers(1, 3),
 )
@@ -176,7 +178,12 @@ def test_windows_are_always_there_and_only_flat_buffers_come_and_go(plan: Memory
         assert {sum(m.alive.get(i, 0) for i in ("slots", "ring", "flags")) for m in variant.moments} == {
             variant.windows
         }
-    assert [bool(variant.items["ring"]) for variant in tide] == [False, True, True]
+    over_nodes = plan.topology.nodes > 1
+    assert [bool(variant.items["ring"]) for variant in tide] == ([True] if over_nodes else [False, True, True])
+    if over_nodes:
+        assert tide[0].how == f"attach(nodes={plan.topology.nodes})"
+        # Nodes of one GPU leave a part of the rings unused.
+        assert tide[0].items["ring"] >= plan.network.reduce_scatter.buffer_nbytes + STAGING_NBYTES
 
 
 @given(plans)
@@ -335,7 +342,9 @@ def test_json_holds_every_variant_with_integers_and_says_what_it_leaves_out() ->
         "network",
     ]
     assert [data[key] for key in ("gpus", "nodes", "gpus_per_node", "activations")] == [64, 8, 8, "excluded"]
-    assert list(data["variants"]) == ["stock", "symm", "tide", "tide_ring", "tide_early"]
+    assert list(data["variants"]) == ["stock", "symm", "tide"]
+    flat = json.loads(to_json(plan_memory(LLAMA_3_1_70B, Topology(1, 8))))
+    assert list(flat["variants"]) == ["stock", "symm", "tide", "tide_ring", "tide_early"]
     for name, variant in data["variants"].items():
         assert list(variant) == ["how", "items", "moments", "peak", "windows"]
         assert list(variant["items"]) == list(ITEMS)

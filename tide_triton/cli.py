@@ -77,7 +77,7 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="llama-3.1-70b, wan2.2-a14b or qwen3-30b-a3b; with --gpus."),
+        typer.Option("--model", metavar="NAME", help="llama-3.1-70b, wan2.2-a14b or qwen3-30b-a3b."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", help="GPUs that the model is sharded over.")
@@ -142,17 +142,24 @@ def _memory(
     from tide_triton.memory_show import render, to_json
 
     if model is None:
-        raise SpecError("give --spec FILE for a layout, or --model NAME and --gpus N for the memory of training")
+        raise SpecError(
+            "give --spec FILE for a layout, or --model NAME and --gpus N or --nodes M for the memory of training"
+        )
     spec = model_named(model)
     if nodes is not None:
         if nodes < 1:
             raise SpecError(f"nodes must be at least 1, got {nodes}")
+        if gpus_per_node is not None and gpus_per_node < 1:
+            raise SpecError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
         there = nodes * (GPUS_PER_NODE if gpus_per_node is None else gpus_per_node)
         if gpus is not None and gpus != there:
             raise SpecError(f"--gpus {gpus} is not --nodes {nodes} of {there // nodes} GPUs; leave --gpus out")
         gpus, gpus_per_node = there, there // nodes
     if gpus is None:
-        raise SpecError(f"--model {spec.name} needs --gpus N, the GPUs that it is sharded over, such as --gpus 64")
+        raise SpecError(
+            f"--model {spec.name} needs --gpus N, the GPUs that it is sharded over, such as --gpus 64, or --nodes M of "
+            f"{GPUS_PER_NODE} GPUs"
+        )
     topology = topology_of(gpus, min(gpus, GPUS_PER_NODE) if gpus_per_node is None else gpus_per_node)
     memory = plan_memory(spec, topology, layers=layers)
     return _Shown(partial(to_json, memory), partial(render, memory))

@@ -29,7 +29,6 @@ from tide_triton.hierarchical_plan import Plan, plan
 from tide_triton.hierarchical_program import Memory, Program, empty_accumulator
 from tide_triton.hierarchical_steps import Execution
 from tide_triton.layouts import Hierarchy, LandingLayout, Pacing, SpecError, Topology, shard
-from tide_triton.layouts.slots import align
 from tide_triton.paced import refuse_capture
 from tide_triton.programs import Programs
 from tide_triton.reducers import AtOnce, Reducer, Reduction
@@ -38,16 +37,10 @@ from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot
 
 
-def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
-    """Bytes of a window that holds the rings of any reduction over `topology`, whatever its dtypes."""
-    # Slices from each other GPU, partials, and the outbox.
-    return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
-
-
 class HierarchicalReduceScatter(Reducer):
     """The reduce-scatter of one group on rank `rank` of `topology`, for gradients of one dtype.
 
-    Gradients go through a slot of at least `rings_nbytes(topology, pacing)` bytes.
+    Gradients go through a slot of at least `layouts.pacing.rings_nbytes(topology, pacing)` bytes.
 
     pacing: bytes of a chunk in the wider of gradients' and partials' dtypes, and how many each ring holds a sender.
     wire: what partials are rounded to on their way; None for the dtype they are summed in.

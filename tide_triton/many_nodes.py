@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tide_triton.hierarchical_reduce import HierarchicalReduceScatter, rings_nbytes
+from tide_triton.hierarchical_reduce import HierarchicalReduceScatter
 from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, Topology, block_sizes
-from tide_triton.layouts.pacing import gather_pacing, pacing_for
+from tide_triton.layouts.pacing import gather_pacing, pacing_for, rings_nbytes
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.windows import Slot, SlotPool
 

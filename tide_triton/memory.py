@@ -11,7 +11,11 @@
 | tide_early | attach(slot_reuse=False, early_reduce=True): blocks' one by one as they are produced; so from the   |
 |            | fourth backward on, and as tide_ring before                                                        |
 
-They are those of `bench/variants.py`. attach(keep_cast=True) takes half of `shards` once more.
+They are those of `bench/variants.py`, on one node. Over several, TIDE is but
+
+| tide       | attach(nodes=N): gradients go through the rings of the hierarchy, group by group                   |
+
+attach(keep_cast=True) takes half of `shards` once more, and `switch_sums` may make slots some bytes larger.
 
 What is alive when, and how it adds up, is in `memory_moments.py`. Not in any figure: activations, CUDA's and NCCL's
 contexts, and what the allocator rounds up.
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tide_triton.layouts import GroupSpec, GroupUse, SpecError, TensorSpec, Topology, assign, shard
+from tide_triton.layouts.pacing import pacing_for, rings_nbytes
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
 from tide_triton.layouts.slots import align
 from tide_triton.memory_moments import ITEMS, GroupBytes, Item, Moment, Step, sent_with
@@ -31,6 +36,9 @@ from tide_triton.network import NetworkPlan, plan_network
 #: Counters of 32 bits that a window on a GPU has for every rank. `transports/base.py` has the same and needs torch; a
 #: test compares them.
 COUNTERS: Final = 6
+
+#: Bytes of a transport's own window, over several nodes. `transports/over_nodes.py` has the same and needs torch.
+STAGING_NBYTES: Final = 32 << 20
 
 #: Groups gathered ahead of the one that computes: what FSDP2 does in backward by itself.
 PREFETCH: Final = 1
@@ -118,10 +126,10 @@ def model_named(name: str) -> ModelSpec:
 
 def topology_of(gpus: int, gpus_per_node: int) -> Topology:
     """Raises SpecError unless there are 2 to `MAX_GPUS` GPUs, in whole nodes."""
-    if not 2 <= gpus <= MAX_GPUS:
-        raise SpecError(f"gpus must be 2 to {MAX_GPUS:,} (one has nothing to communicate), got {gpus}")
     if gpus_per_node < 1:
         raise SpecError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
+    if not 2 <= gpus <= MAX_GPUS:
+        raise SpecError(f"gpus must be 2 to {MAX_GPUS:,} (one has nothing to communicate), got {gpus}")
     if gpus % gpus_per_node:
         raise SpecError(
             f"gpus must be a multiple of gpus_per_node={gpus_per_node}, got {gpus}; give whole nodes, or another "
@@ -139,7 +147,7 @@ def plan_memory(
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     ring_depth: int = RING_DEPTH,
 ) -> MemoryPlan:
-    """What one GPU of `topology` holds while `model` trains. How GPUs are spread over nodes changes the network alone.
+    """What one GPU of `topology` holds while `model` trains.
 
     layers: how many of its blocks are trained, None for all.
     slots, ring_chunk_nbytes (bytes), ring_depth: as `attach` takes them.
@@ -158,25 +166,31 @@ def plan_memory(
     def windows(ring: int, chunks: int) -> dict[Item, int]:
         return {"slots": sum(slot_nbytes), "ring": ring, "flags": flags_nbytes(world) * (len(slot_nbytes) + chunks)}
 
-    in_slots = windows(0, 0)
-    chunk = chunk_for([block, root], ring_chunk_nbytes)
-    in_ring = windows(chunk * ring_depth, ring_depth)
     # Two outputs of blocks are held at once in forward.
     lent = step.block.padded_nbytes * min(layers, 2) + step.root.padded_nbytes
     limit = ring_chunk_nbytes * ring_depth
     tide: tuple[Item, ...] = ("slots", "ring", "flags")
-    early = step.early(in_ring, limit, sent_with(block, chunk))
-    variants = (
+    variants = [
         Variant("stock", "FSDP2 as it is", (), step.stock()),
         Variant("symm", "FSDP2, all-gather outputs in windows", ("gathered",), step.stock(lent)),
-        Variant("tide", "attach()", tide, step.late(in_slots, limit)),
-        Variant("tide_ring", "attach(slot_reuse=False)", tide, step.late(in_ring, limit)),
-        Variant("tide_early", "attach(slot_reuse=False, early_reduce=True)", tide, early),
-    )
+    ]
+    if topology.nodes > 1:
+        rings = rings_nbytes(topology, pacing_for(topology, [block, root], ring_chunk_nbytes, ring_depth))
+        over_nodes = step.late(windows(rings + STAGING_NBYTES, 2), limit)
+        variants.append(Variant("tide", f"attach(nodes={topology.nodes})", tide, over_nodes))
+    else:
+        chunk = chunk_for([block, root], ring_chunk_nbytes)
+        in_ring = windows(chunk * ring_depth, ring_depth)
+        early = step.early(in_ring, limit, sent_with(block, chunk))
+        variants += [
+            Variant("tide", "attach()", tide, step.late(windows(0, 0), limit)),
+            Variant("tide_ring", "attach(slot_reuse=False)", tide, step.late(in_ring, limit)),
+            Variant("tide_early", "attach(slot_reuse=False, early_reduce=True)", tide, early),
+        ]
     output = [shard(tensor, world, 0).padded_numel for tensor in block.tensors]
     buffers = tuple(reduce_scatter_buffer(output, n, ring_chunk_nbytes, ring_depth) for n in BUFFER_WORLDS)
-    network = plan_network(block, topology, ring_chunk_nbytes, ring_depth)
-    return MemoryPlan(model.name, layers, topology, step.block, step.root, variants, buffers, network)
+    network = plan_network(block, topology, ring_chunk_nbytes, ring_depth, groups=[block, root])
+    return MemoryPlan(model.name, layers, topology, step.block, step.root, tuple(variants), buffers, network)
 
 
 def root_spec(model: ModelSpec, world_size: int) -> GroupSpec:

@@ -11,7 +11,8 @@ group's parameters, padded as torch.chunk pads:
 | optimizer         | 8 n / W       | every variant, always                                                           |
 | sharded_gradients | 4 n / W       | every variant, from the group's reduction until the optimizer has stepped       |
 | slots             | 2 n, aligned  | TIDE: each slot always, whichever group uses it                                 |
-| ring              |               | TIDE without slot_reuse, always: gradients on their way, of fixed size          |
+| ring              |               | TIDE without slot_reuse or over several nodes, always: gradients on their way,  |
+|                   |               | of fixed size; over nodes also the staging of what is put from elsewhere        |
 | flags             |               | TIDE, always: counters of every peer in front of every window                   |
 | gathered          | 2 n           | stock, symm: the all-gather's flat output; with symm a window, never given back |
 | casts             | 2 n / W       | stock, symm: shards cast to bf16, until they are copied into that output        |

@@ -3,6 +3,7 @@
 Figures are of one GPU, that with the largest shards, and of one gather or reduction of the block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_triton.layouts import GroupSpec, Hierarchy, Load, Pacing, Topology, gather_load, reduce_load, shard
@@ -27,16 +28,22 @@ class NetworkPlan:
 
 
 def plan_network(
-    block: GroupSpec, topology: Topology, chunk_nbytes: int, depth: int, wire: str | None = None
+    block: GroupSpec,
+    topology: Topology,
+    chunk_nbytes: int,
+    depth: int,
+    wire: str | None = None,
+    groups: Sequence[GroupSpec] = (),
 ) -> NetworkPlan:
     """The loads of `block` over `topology`.
 
+    groups: all that share the rings with it, if there are others.
     chunk_nbytes, depth: `ring_chunk_nbytes` and `ring_depth` of attach. wire: its `wire_dtype`, by name.
     """
     shards = [shard(tensor, block.world_size, 0) for tensor in block.tensors]
     block_nbytes = sum(own.nbytes for own in shards)
     in_gather = gather_pacing(topology, block_nbytes, chunk_nbytes, depth)
-    in_reduction = pacing_for(topology, [block], chunk_nbytes, depth)
+    in_reduction = pacing_for(topology, groups or [block], chunk_nbytes, depth)
     hierarchy = Hierarchy(topology, in_reduction, _WIRE, wire)
     return NetworkPlan(
         in_gather,

@@ -22,6 +22,8 @@ from tide_triton.layouts.spec import GroupSpec, SpecError
 RING_CHUNK_NBYTES: Final = 64 << 20
 #: Chunks of a ring, likewise: one is filled while another is summed.
 RING_DEPTH: Final = 2
+#: A ring of more chunks gains nothing: a few are under way at once, and each is a window of its own.
+MAX_RING_DEPTH: Final = 64
 
 #: Elements to whose multiples shards are cut, where chunks are large enough for it to matter little.
 CUT = 1024

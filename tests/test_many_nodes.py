@@ -418,7 +418,9 @@ def test_training_over_nodes_equals_fsdp2_with_a_reduction_in_node_order(ranks: 
         }
         assert all(row.gathers and row.reduces for row in rows)
         assert topologies == (setting.topology,)
-        assert f"{setting.topology.nodes} nodes x {setting.topology.gpus_per_node} GPUs" in text.splitlines()[0]
+        title = text.splitlines()[0]
+        assert f"{setting.topology.nodes} nodes x {setting.topology.gpus_per_node} GPUs" in title
+        assert ("sums rounded to" in title) == (setting.wire is not None)
 
 
 def orders(rank: int, world: int) -> tuple[str, str]:

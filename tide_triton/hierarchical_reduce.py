@@ -71,7 +71,7 @@ class HierarchicalReduceScatter(Reducer):
         self.wire = wire
         self.ctas = ctas
         self.padded_numels = [shard(tensor, world, rank).padded_numel for tensor in landing.tensors]
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
+        self._plans: Programs[Plan] = Programs()
         self._programs: Programs[Program] = Programs()
 
     def start(
@@ -84,12 +84,13 @@ class HierarchicalReduceScatter(Reducer):
 
     def plan(self, indices: tuple[int, ...], reduction: Reduction) -> Plan:
         """How the gradients of tensors `indices` travel."""
-        key = indices, self.wide(reduction)
-        if key not in self._plans:
-            dtype, wire = self.landing.tensors[0].dtype, dtype_name(self.wire or self.wide(reduction))
-            hierarchy = Hierarchy(self.topology, self.pacing, dtype, wire)
-            self._plans[key] = plan(hierarchy, self.landing, indices, self.rank)
-        return self._plans[key]
+        wide = self.wide(reduction)
+
+        def prepare() -> Plan:
+            dtype, wire = self.landing.tensors[0].dtype, dtype_name(self.wire or wide)
+            return plan(Hierarchy(self.topology, self.pacing, dtype, wire), self.landing, indices, self.rank)
+
+        return self._plans.get((indices, wide), prepare, lambda plan: True)
 
     def program(self, slot: Slot, memory: Memory, reduction: Reduction) -> Program:
         """What was prepared for the plan of these tensors, moved to `memory`."""

@@ -248,6 +248,7 @@ def report(model: nn.Module, *, quiet: bool = False) -> Report:
         sum(d.ring_nbytes for d in attachment.domains),
         sum(b.cast_nbytes for d in attachment.domains for b in d.bindings),
         tuple(d.topology for d in attachment.domains),
+        attachment.domains[0].options.wire_dtype if attachment.domains else None,
     )
     if not quiet and (not dist.is_initialized() or dist.get_rank() == 0):
         print(result)

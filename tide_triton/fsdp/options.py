@@ -7,7 +7,7 @@ import torch
 from tide_triton.all_gather import multicast_problem
 from tide_triton.errors import AttachError
 from tide_triton.kernels.views import FLOAT_DTYPES
-from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH
+from tide_triton.layouts.ring import MAX_RING_DEPTH, RING_CHUNK_NBYTES, RING_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,11 @@ class Options:
                 "grads_in_slots=True needs early_reduce=True: a gradient that stands in the slot must have left before "
                 "the slot is gathered into again"
             )
-        if not _is_count(self.ring_depth):
-            raise AttachError(f"ring_depth must be an integer >= 1 (chunks of the ring), got {self.ring_depth!r}")
+        if not _is_count(self.ring_depth) or self.ring_depth > MAX_RING_DEPTH:
+            raise AttachError(
+                f"ring_depth must be an integer from 1 to {MAX_RING_DEPTH} (chunks of the ring), got "
+                f"{self.ring_depth!r}"
+            )
         if not _is_count(self.ring_chunk_nbytes):
             raise AttachError(f"ring_chunk_nbytes must be an integer >= 1 (bytes), got {self.ring_chunk_nbytes!r}")
         if self.nodes is not None and not _is_count(self.nodes):

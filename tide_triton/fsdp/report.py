@@ -3,6 +3,8 @@
 import io
 from dataclasses import dataclass, field
 
+import torch
+
 from tide_triton.layouts import Topology
 from tide_triton.traffic import Traffic
 
@@ -36,6 +38,7 @@ class Report:
     cast_nbytes: bytes of shards that are kept as they were cast (`keep_cast`), beside the windows.
     slots_grown: how many slots were added because groups were held longer than the model had shown at attach.
     topologies: of each process group, as which nodes x GPUs its ranks communicate.
+    wire_dtype: what sums of gradients are rounded to between nodes, None for what they are summed in.
     """
 
     transport: str
@@ -47,6 +50,7 @@ class Report:
     ring_nbytes: int
     cast_nbytes: int
     topologies: tuple[Topology, ...] = ()
+    wire_dtype: torch.dtype | None = None
     _width: int = field(default=160, repr=False)
 
     @property
@@ -64,6 +68,8 @@ class Report:
         from rich.table import Table
 
         over = dict.fromkeys(f"{t.nodes} nodes x {t.gpus_per_node} GPUs" for t in self.topologies if t.nodes > 1)
+        if over and self.wire_dtype is not None:
+            over[f"sums rounded to {str(self.wire_dtype).removeprefix('torch.')} between nodes"] = None
         title = f"tide_triton over transport '{self.transport}' ({self.why_transport})"
         table = Table(title=", ".join([title, *over]), title_justify="left")
         for heading in ("group", "gather", "reduce", "slot"):

@@ -216,6 +216,20 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
     assert line.endswith("999...")
 
 
+def test_a_field_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(
+        '{"world_size": 2, "world_size": 4, '
+        '"tensors": [{"name": "w", "shape": [4], "dtype": "bfloat16", "shape": [8]}]}'
+    )
+    with pytest.raises(SpecFileError) as refusal:
+        read_spec(path)
+    assert str(refusal.value).splitlines() == [
+        f"{path}: shape: occurs 2 times in one object; remove all but one",
+        f"{path}: world_size: occurs 2 times in one object; remove all but one",
+    ]
+
+
 def test_a_byte_order_mark_in_front_is_no_part_of_the_spec(tmp_path: Path) -> None:
     path = tmp_path / "spec.json"
     path.write_text('{"world_size": 2, "tensors": []}', encoding="utf-8-sig")

@@ -12,6 +12,7 @@ All offsets, widths and pitches are bytes, counted from the start of a slot.
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -193,9 +194,23 @@ def read_spec(path: Path) -> GroupSpec:
         entry = _SpecEntry.model_validate_json(text)
     except ValidationError as error:
         raise _refusal(path, [_problem(details) for details in error.errors(include_url=False)]) from None
-    if problems := list(_problems_between_tensors(entry)):
+    if problems := _repeated_keys(text) or list(_problems_between_tensors(entry)):
         raise _refusal(path, problems)
     return _group(entry)
+
+
+def _repeated_keys(text: bytes) -> list[str]:
+    """Fields that an object of the JSON `text` has twice, of which JSON leaves open which one counts."""
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        times = Counter(key for key, _ in pairs)
+        found.extend(
+            f"{printable(key)}: occurs {n} times in one object; remove all but one" for key, n in times.items() if n > 1
+        )
+
+    json.loads(text, object_pairs_hook=look)
+    return found
 
 
 def _group(entry: _SpecEntry) -> GroupSpec:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tide_triton.all_gather import AllGather, multicast_problem
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, SwitchLayout, Topology, shard
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
+from tide_triton.layouts.slots import align
 from tide_triton.many_nodes import ManyNodes
 from tide_triton.reduce_scatter import ReduceScatter
 from tide_triton.reducers import Reducer, Reduction
@@ -27,6 +28,7 @@ from tide_triton.transports.rendezvous import Rendezvous, timeout_problem, usabl
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Ring, Slot, SlotPool
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,6 +91,7 @@ class Collectives:
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
         self._shards = [shard(tensor, spec.world_size, self.rank) for tensor in spec.tensors]
+        self._shapes = [torch.Size(tensor.shape) for tensor in spec.tensors]
         self._reducers: dict[torch.dtype, Reducer] = {}
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
         parts += [("transport", repr(transport)), ("timeout_s", repr(timeout_s))]
@@ -145,6 +148,8 @@ class Collectives:
         Over several nodes: in rank order inside each node, and these sums in node order. By a switch: in any order,
         rounded to bf16.
 
+        The shards are views of one new tensor.
+
         gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
         dtype: of the result, and what contributions wider than it are rounded to before the sum.
         """
@@ -159,7 +164,7 @@ class Collectives:
             else:
                 reducer = self._nodes.reducer(landing, self.rank)
             self._reducers[grad_dtype] = reducer
-        outputs = [torch.empty(own.numel, dtype=dtype, device=self._device) for own in self._shards]
+        outputs = self._empty_shards(dtype)
         reduction = Reduction(dtype, divisor=float(self.spec.world_size) if average else 1.0)
         through = self._ring
         if isinstance(reducer, SwitchReduceScatter) and self._sums is not None:
@@ -188,6 +193,15 @@ class Collectives:
     ) -> None:
         self.close()
 
+    def _empty_shards(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room for this rank's shard of each tensor, flat. Allocated at once, since many are small."""
+        sizes = [align(own.numel) for own in self._shards]
+        parts = torch.empty(sum(sizes), dtype=dtype, device=self._device).split_with_sizes(sizes)
+        return [
+            part if size == own.numel else part[: own.numel]
+            for part, size, own in zip(parts, sizes, self._shards, strict=True)
+        ]
+
     def _check_shards(self, shards: Sequence[torch.Tensor]) -> None:
         self._check_tensors(shards, "shards", "shard")
         for tensor, own, given in zip(self.spec.tensors, self._shards, shards, strict=True):
@@ -205,6 +219,16 @@ class Collectives:
 
     def _check_gradients(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtype:
         self._check_tensors(gradients, "gradients", "gradient")
+        dtypes = {gradient.dtype for gradient in gradients}
+        fit = len(dtypes) == 1 and dtypes <= set(_FLOATS) and [gradient.shape for gradient in gradients] == self._shapes
+        if not fit:
+            # One by one, to name it: with hundreds of tensors that takes as long as sending them.
+            self._refuse_gradients(gradients)
+        if dtype not in _FLOATS:
+            raise SpecError(f"dtype must be one of {', '.join(map(str, _FLOATS))}, got {dtype!r}")
+        return gradients[0].dtype
+
+    def _refuse_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         for tensor, gradient in zip(self.spec.tensors, gradients, strict=True):
             if tuple(gradient.shape) != tensor.shape:
                 raise SpecError(
@@ -215,15 +239,14 @@ class Collectives:
                     f"the gradient of '{tensor.name}' is {gradient.dtype}; gradients must share one of "
                     f"{', '.join(map(str, _FLOATS))}, and the first is {gradients[0].dtype}"
                 )
-        if dtype not in _FLOATS:
-            raise SpecError(f"dtype must be one of {', '.join(map(str, _FLOATS))}, got {dtype!r}")
-        return gradients[0].dtype
 
     def _check_tensors(self, given: Sequence[torch.Tensor], name: str, kind: str) -> None:
         if len(given) != len(self.spec.tensors):
             raise SpecError(f"{name} has {len(given)} tensors, the spec {len(self.spec.tensors)}")
+        if {type(value) for value in given} <= _PLAIN and {value.device for value in given} <= {self._device}:
+            return
         for tensor, value in zip(self.spec.tensors, given, strict=True):
-            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            if type(value) not in _PLAIN:
                 raise SpecError(f"the {kind} of '{tensor.name}' must be a torch.Tensor, got {type(value).__name__}")
             if value.device != self._device:
                 raise SpecError(

@@ -1,8 +1,12 @@
 """`python -m bench kernels|all_gather|reduce_scatter|interference|step|memory|all`.
 
-Starts one process per GPU, or joins those of torchrun. Results go to bench/results/<machine>/ as JSON and plots.
+Starts one process per GPU, or joins those of torchrun. Results go to bench/results/<machine>/ as JSON and plots. A row
+that is measured again (of the same model, tokens, ...) replaces the one before, whatever its transport and variants
+were; others stay.
 """
 
+import math
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -48,12 +52,17 @@ def _run(
         cases.models_named(models or [])
     except SpecError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
+    if not (math.isfinite(budget_s) and budget_s > 0):
+        raise typer.BadParameter(f"must be a number of seconds above 0, got {budget_s}", param_hint="--budget")
     chosen = _chosen(variants)
     _check_transport(transport, nodes)
     from bench import runner
 
-    options = runner.Options(tuple(models or ()), transport, tuple(tokens or ()), layers, steps, chosen, nodes)
+    options = runner.Options(
+        tuple(dict.fromkeys(models or ())), transport, tuple(tokens or ()), layers, steps, chosen, nodes
+    )
     folder = out or Path(__file__).parent / "results" / results.machine()
+    _check_folder(folder, benchmarks)
     if not runner.run(benchmarks, folder, options, budget_s=budget_s):
         raise typer.Exit(1)
 
@@ -65,6 +74,20 @@ def _chosen(text: str) -> tuple[str, ...]:
     if unknown or not chosen:
         raise typer.BadParameter(f"{unknown or text!r}: choose from {ALL_VARIANTS}", param_hint="--variants")
     return chosen
+
+
+def _check_folder(folder: Path, benchmarks: tuple[str, ...]) -> None:
+    """Before anything is measured: that results can be kept there, beside those that are."""
+    from bench import results
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written to")
+        for benchmark in benchmarks:
+            results.read(folder / f"{benchmark}.json")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
 def _check_transport(transport: str, nodes: int) -> None:
@@ -189,7 +212,10 @@ def show(folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, he
     """Print and draw results again, e.g. those of a machine that cannot draw."""
     from bench import runner
 
-    _, undrawn = runner.show(runner.BENCHMARKS, folder)
+    try:
+        _, undrawn = runner.show(runner.BENCHMARKS, folder)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     for problem in undrawn:
         typer.echo(f"error: {problem}", err=True)
 

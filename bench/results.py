@@ -41,7 +41,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "interference": ("gemm", "beside", "slowdown", "slowdown_median", "alone_us", "beside_us", "samples"),
     "step": (
         *("model", "layers", "tokens", "closed", "gain_over_stock", "gain_over_symm", "floor_ms", "tide_ms"),
-        *("symm_ms", "stock_ms", "peak_gib", "grads_equal"),
+        *("symm_ms", "stock_ms", "tide_ring_ms", "tide_early_ms", "peak_gib", "grads_equal"),
+        *("tide_ring_grads_equal", "tide_early_grads_equal"),
     ),
     "memory": (
         *("model", "tokens", "gpus", "held_below_stock_gib", "held_gib", "peak_gib", "over_plan", "windows_gib"),
@@ -135,8 +136,19 @@ def _is_last(kept: Row, row: Row) -> bool:
 
 
 def read(path: Path) -> Row:
-    """A file of results: {"meta": ..., "rows": [...]}; empty where there is none."""
-    return json.loads(path.read_text()) if path.exists() else {"meta": {}, "rows": []}
+    """A file of results: {"meta": ..., "rows": [...]}; empty where there is none.
+
+    Raises ValueError where it is no such file.
+    """
+    if not path.exists():
+        return {"meta": {}, "rows": []}
+    try:
+        kept = json.loads(path.read_text())
+        if isinstance(kept["meta"], dict) and all(isinstance(row, dict) for row in kept["rows"]):
+            return kept
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of a benchmark ({error!r}); move it away") from error
+    raise ValueError(f"{path} holds no results of a benchmark; move it away")
 
 
 def write(path: Path, benchmark: str, meta: Row, rows: list[Row]) -> None:
@@ -165,7 +177,11 @@ def _shown(value: Any) -> str:
 
 def summary(benchmark: str, kept: Row) -> str:
     """A file of results as a table: what was measured, then ratios, then times. Errors follow in full."""
-    columns, rows = COLUMNS[benchmark], kept["rows"]
+    rows = [{**row, "run": "" if _is_last(kept, row) else "earlier"} for row in kept["rows"]]
+    # Of what not everything was measured, what nobody measured is left out.
+    columns = [
+        column for column in (*COLUMNS[benchmark], "run") if any(row.get(column) not in (None, "") for row in rows)
+    ]
     cells = [[_shown(row.get(column)) for column in columns] for row in rows]
     errors = [
         f"{'error' if _is_last(kept, row) else 'in an earlier run, error'} in "

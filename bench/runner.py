@@ -78,11 +78,15 @@ def run_on_rank(here: Here, benchmark: str, folder: Path, options: Options) -> N
 
 
 def run(benchmarks: Sequence[str], folder: Path, options: Options, *, budget_s: float = 590.0) -> bool:
-    """Run them one after the other, then show and draw what is in `folder`. Whether there were no errors.
+    """Run them one after the other, then show and draw those of which there are rows. Whether there were no errors.
 
     budget_s: seconds for all of them; what does not fit is cut off, and its rows so far stay.
     """
-    problems = []
+
+    def last_runs() -> dict[str, results.Row]:
+        return {benchmark: results.read(folder / f"{benchmark}.json")["meta"] for benchmark in benchmarks}
+
+    problems, before = [], last_runs()
     deadline = time.monotonic() + budget_s
     for benchmark in benchmarks:
         begin = time.monotonic()
@@ -94,8 +98,11 @@ def run(benchmarks: Sequence[str], folder: Path, options: Options, *, budget_s: 
             problems.append(f"{benchmark}: {problem}")
     if not ranks.is_first():
         return not problems
-    good, undrawn = show(benchmarks, folder)
-    print(f"results are in {folder}")
+    after = last_runs()
+    measured = [benchmark for benchmark in benchmarks if after[benchmark] != before[benchmark]]
+    good, undrawn = show(measured, folder) if measured else (True, [])
+    if measured:
+        print(f"results are in {folder}")
     for problem in problems + undrawn:
         print(f"error: {problem}", flush=True)
     return good and not problems
@@ -103,15 +110,18 @@ def run(benchmarks: Sequence[str], folder: Path, options: Options, *, budget_s: 
 
 def show(benchmarks: Sequence[str], folder: Path) -> tuple[bool, list[str]]:
     """Print and draw the results in `folder`: whether no row of the last runs has an error; what was not drawn, why."""
-    good, undrawn = True, []
+    good, undrawn, found = True, [], False
     for benchmark in benchmarks:
         kept = results.read(folder / f"{benchmark}.json")
         if not kept["rows"]:
             continue
+        found = True
         print(results.summary(benchmark, kept), flush=True)
         good &= not results.failed(kept)
         try:
             plots.draw(benchmark, kept["rows"], folder / f"{benchmark}.png")
         except Exception as error:
             undrawn.append(f"{benchmark}: not drawn: {error!r}")
+    if not found:
+        print(f"there are no results in {folder}", flush=True)
     return good, undrawn

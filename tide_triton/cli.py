@@ -160,7 +160,7 @@ def _memory(
             f"--model {spec.name} needs --gpus N, the GPUs that it is sharded over, such as --gpus 64, or --nodes M of "
             f"{GPUS_PER_NODE} GPUs"
         )
-    topology = topology_of(gpus, min(gpus, GPUS_PER_NODE) if gpus_per_node is None else gpus_per_node)
+    topology = topology_of(gpus, max(1, min(gpus, GPUS_PER_NODE)) if gpus_per_node is None else gpus_per_node)
     memory = plan_memory(spec, topology, layers=layers)
     return _Shown(partial(to_json, memory), partial(render, memory))
 

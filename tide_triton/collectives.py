@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tide_triton.all_gather import AllGather, multicast_problem
+from tide_triton.errors import TideError
 from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, SpecError, SwitchLayout, Topology, shard
 from tide_triton.layouts.ring import RING_CHUNK_NBYTES, RING_DEPTH, chunk_for
 from tide_triton.layouts.slots import align
@@ -55,9 +56,9 @@ class Collectives:
     of the same tensors while this is open. Every rank replays the same graphs in the same order; no time limit watches
     replays.
 
-    Raises SpecError where the group's or the topology's size is not the spec's, or `wire_dtype` is none that can be
-    summed or comes without a topology, ValueError for a transport that cannot move tensors of `device`, MismatchError
-    where ranks disagree, and what `tide_triton.attach` raises about windows and peers.
+    Raises SpecError where the group's or the topology's size is not the spec's, `wire_dtype` is none that can be summed
+    or comes without a topology, or the transport cannot move tensors of `device`; MismatchError where ranks disagree,
+    and what `tide_triton.attach` raises about windows and peers.
     """
 
     def __init__(
@@ -91,10 +92,14 @@ class Collectives:
         self.gather_traffic = Traffic()
         self.reduce_traffic = Traffic()
         self._shards = [shard(tensor, spec.world_size, self.rank) for tensor in spec.tensors]
+        self._meeting = meeting
+        self._is_open = True
+        #: Of the reductions that ranks have compared: dtypes of gradients and of results, and whether they average.
+        self._compared: set[tuple[torch.dtype, torch.dtype, bool]] = set()
         self._shapes = [torch.Size(tensor.shape) for tensor in spec.tensors]
         self._reducers: dict[torch.dtype, Reducer] = {}
         parts = [(f"tensor '{t.name}'", f"{list(t.shape)} {t.dtype} Shard({t.shard_dim})") for t in spec.tensors]
-        parts += [("transport", repr(transport)), ("timeout_s", repr(timeout_s))]
+        parts += [("transport", repr(transport)), ("device", self._device.type), ("timeout_s", str(float(timeout_s)))]
         parts += [("topology", repr(topology)), ("wire_dtype", repr(wire_dtype))]
         parts += [("multicast_nbytes", repr(multicast_nbytes)), ("switch_sums", repr(switch_sums))]
         meeting.require_equal(repr(parts), parts, "opening Collectives")
@@ -136,6 +141,7 @@ class Collectives:
         shards: this rank's shard of each tensor, contiguous, with the elements that `torch.chunk` gives it (padding at
         the end is ignored); a float dtype other than the spec's is cast on the way.
         """
+        self._check_open()
         self._check_shards(shards)
         self._gather.start(self._slot, shards, "Collectives", self.gather_traffic).wait()
         return [view.detach() for view in self._views]
@@ -152,8 +158,14 @@ class Collectives:
 
         gradients: one per tensor of the spec, of its shape, all of one float dtype (bf16, fp16, fp32 or fp64).
         dtype: of the result, and what contributions wider than it are rounded to before the sum.
+
+        Ranks compare these two and `average` when one of them sees a combination for the first time. Raises
+        MismatchError where they differ then, or WaitTimeoutError where another rank is not there because it has seen
+        its own before.
         """
+        self._check_open()
         grad_dtype = self._check_gradients(gradients, dtype)
+        self._agree_on(grad_dtype, dtype, average)
         reducer = self._reducers.get(grad_dtype)
         if reducer is None:
             landing = LandingLayout(self.spec, dtype_name(grad_dtype))
@@ -182,6 +194,7 @@ class Collectives:
 
     def close(self) -> None:
         """Give the windows back. Tensors from `all_gather` stay readable. Idempotent."""
+        self._is_open = False
         self._views = []
         self._pool.close()
 
@@ -192,6 +205,20 @@ class Collectives:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise TideError("these Collectives are closed; make new ones")
+
+    def _agree_on(self, grad_dtype: torch.dtype, dtype: torch.dtype, average: bool) -> None:
+        """Raise MismatchError where ranks reduce what would be of other sizes, or mean something else."""
+        combination = grad_dtype, dtype, average
+        if combination in self._compared:
+            return
+        described = [("the dtype of gradients", grad_dtype), ("dtype", dtype), ("average", average)]
+        parts = [(name, str(value)) for name, value in described]
+        self._meeting.require_equal(repr(parts), parts, "the first reduction of its kind in Collectives")
+        self._compared.add(combination)
 
     def _empty_shards(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Room for this rank's shard of each tensor, flat. Allocated at once, since many are small."""
@@ -241,6 +268,8 @@ class Collectives:
                 )
 
     def _check_tensors(self, given: Sequence[torch.Tensor], name: str, kind: str) -> None:
+        if not isinstance(given, Sequence):
+            raise SpecError(f"{name} must be a list of tensors, one per tensor of the spec, got {type(given).__name__}")
         if len(given) != len(self.spec.tensors):
             raise SpecError(f"{name} has {len(given)} tensors, the spec {len(self.spec.tensors)}")
         if {type(value) for value in given} <= _PLAIN and {value.device for value in given} <= {self._device}:
@@ -255,11 +284,13 @@ class Collectives:
 
 
 def _device(device: torch.device | str) -> torch.device:
-    """Raises SpecError where torch knows no such device."""
+    """Raises SpecError where there is no such device."""
     try:
         made = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise SpecError(f"device={device!r} is none that torch knows; pass 'cpu', or 'cuda'") from error
+    if made.type == "cuda" and (made.index or 0) >= torch.cuda.device_count():
+        raise SpecError(f"device={str(made)!r} is not here: torch sees {torch.cuda.device_count()} GPUs; pass 'cpu'")
     return torch.device("cuda", torch.cuda.current_device()) if str(made) == "cuda" else made
 
 
@@ -272,7 +303,7 @@ def _check(
     topology: object,
     wire_dtype: object,
 ) -> None:
-    """Raise SpecError for a value that cannot be, ValueError for a transport that cannot move tensors of `device`."""
+    """Raise SpecError for a value that cannot be."""
     if not isinstance(spec, GroupSpec):
         raise SpecError(f"spec must be a GroupSpec, got {type(spec).__name__}")
     if group.size() != spec.world_size:
@@ -293,7 +324,10 @@ def _check(
             f"wire_dtype={wire_dtype} is what sums are rounded to between nodes: leave it out, or pass "
             f"topology=Topology(nodes, gpus_per_node)"
         )
-    select.check(transport, device)
+    try:
+        select.check(transport, device)
+    except ValueError as error:
+        raise SpecError(str(error)) from error
 
 
 def _check_multicast(multicast_nbytes: object, switch_sums: object, topology: Topology | None) -> None:

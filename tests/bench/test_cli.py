@@ -86,3 +86,32 @@ def test_an_all_gather_between_nodes_is_kept_by_itself_with_the_flat_one_beside_
     assert (row["model"], row["nodes"], row["transport"], row["exact"]) == ("tiny-wan", 2, "host", True)
     assert all(row[field] > 0 for field in ("bytes", "ms", "flat_ms", "over_flat", "host_us"))
     assert not (tmp_path / "all_gather.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "content", "said"),
+    [
+        (["all", "--budget", "nan"], None, "above 0, got nan"),
+        (["kernels"], "{}", "holds no results of a benchmark"),
+        (["kernels"], "nonsense", "holds no results of a benchmark"),
+    ],
+)
+def test_a_budget_or_a_folder_that_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, options: list[str], content: str | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "kernels.json").write_text(content)
+    done = CliRunner().invoke(app, [*options, "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["kernels", "--out", str(tmp_path / "file")])
+    assert done.exit_code == 2
+    assert "--out" in done.output
+
+
+def test_an_empty_folder_is_shown_as_such(tmp_path: Path) -> None:
+    assert "there are no results in" in CliRunner().invoke(app, ["show", str(tmp_path)]).output.replace("\n", " ")

@@ -158,7 +158,9 @@ def attach(
         for process_group, members in by_group.items():
             meeting = meetings[process_group]
             try:
-                agree_on_specs(meeting, members, options, transport=transport, timeout_s=timeout_s, prefetch=prefetch)
+                agree_on_specs(
+                    meeting, members, options, transport=transport, timeout_s=float(timeout_s), prefetch=prefetch
+                )
                 device = members[0].group.device
                 nodes, multicast = options.nodes or 1, options.wants_multicast
                 made, why = select.make(

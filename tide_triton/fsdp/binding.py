@@ -108,12 +108,7 @@ class GroupBinding:
 
         Autograd saves views of parameters between forward and backward; until they are gone the address is fixed.
         """
-        return all(
-            # The all-gather output, and the unsharded parameter over it.
-            internals.aliases(output) <= (1 if internals.unsharded_local(p) is None else 2)
-            for p in self.params
-            for output in p.all_gather_outputs
-        )
+        return not any(map(internals.is_referred_to, self.params))
 
     def move_to(self, slot: Slot) -> None:
         """Use `slot` from now on."""
@@ -206,12 +201,7 @@ class GroupBinding:
             elif rivals and may_defer:
                 return False
             elif not all(rival.can_be_put_off for rival in rivals):
-                raise SlotConflictError(
-                    f"groups '{self.name}' and '{rivals[0].name}' share {self.slot.label if self.slot else 'a slot'} "
-                    f"and must both be unsharded now; pass slots={self.domain.slot_count + 1} or more to attach(), or "
-                    f"set reshard_after_forward/backward before the forward pass that needs it. After a backward that "
-                    f"was interrupted, reshard() the modules that it left unsharded, and drop its loss"
-                )
+                raise self._conflict(rivals[0])
             else:
                 for rival in rivals:
                     rival.put_off()
@@ -220,6 +210,17 @@ class GroupBinding:
         assert self.slot is not None
         self.slot.settle()
         return True
+
+    def _conflict(self, rival: "GroupBinding") -> SlotConflictError:
+        place = self.depth, self.index_in_module
+        own_slots = sum((b.depth, b.index_in_module) == place for b in self.domain.bindings)
+        return SlotConflictError(
+            f"groups '{self.name}' and '{rival.name}' share {self.slot.label if self.slot else 'a slot'} and must both "
+            f"be unsharded now: '{rival.name}' stays so until the backward is over, or was unsharded by hand. Pass "
+            f"slots={own_slots} to attach(), one for each such group (fewer may do), or set "
+            f"reshard_after_forward/backward before the forward pass that needs it. A backward that this has ended "
+            f"cannot be taken up again, nor the model trained on, as with any error in a backward of FSDP2"
+        )
 
     @property
     def can_be_put_off(self) -> bool:
@@ -293,7 +294,12 @@ class GroupBinding:
     def finish_gather(self) -> None:
         """Until every peer's shards are in the slot."""
         if self._deferred:
-            self.take_slot(may_defer=False)
+            try:
+                self.take_slot(may_defer=False)
+            except SlotConflictError:
+                # As if it had not been asked for, so that its owner can go on.
+                self._deferred, self.group._all_gather_result = False, None
+                raise
             self._put_shards()
         assert self._reusing or self._gathering is not None
         if self._gathering is not None:

@@ -56,6 +56,12 @@ def check_free(sites: Sequence[GroupSite]) -> None:
                 f"first"
             )
         require_idle(site.group, site.name, "attach")
+        for param, name in zip(site.group.fsdp_params, site.param_names, strict=True):
+            if type(param) is FSDPParam and internals.is_referred_to(param):
+                raise AttachError(
+                    f"group '{site.name}' is between a forward and its backward, or something refers to the unsharded "
+                    f"'{name}'; run the backward, or drop the loss, before attach()"
+                )
 
 
 def require_idle(group: FSDPParamGroup, name: str, what: str) -> None:
@@ -149,6 +155,9 @@ def stock_reason(group: FSDPParamGroup) -> str | None:
 # --- agreement between ranks ---
 
 
+_ELSEWHERE = "attach failed on rank"
+
+
 def agree_that_all_is_well(meetings: Collection[Rendezvous], problem: Exception | None, what: str) -> None:
     """Raise on every rank where any has a problem; `problem` is this one's."""
     # A problem in one process group reaches the others through ranks that are in both: hence the second round.
@@ -156,7 +165,9 @@ def agree_that_all_is_well(meetings: Collection[Rendezvous], problem: Exception 
         for meeting in meetings:
             found = meeting.first_problem(problem, what)
             if found is not None and problem is None:
-                problem = AttachError(f"attach failed on rank {found[0]}: {found[1]}")
+                # Of the rank that has it, also where it has come here by way of another.
+                text = found[1] if found[1].startswith(_ELSEWHERE) else f"{_ELSEWHERE} {found[0]}: {found[1]}"
+                problem = AttachError(text)
     if problem is not None:
         raise problem
 

@@ -157,6 +157,13 @@ def unsharded_local(param: FSDPParam) -> torch.Tensor | None:
     return unsharded._local_tensor if isinstance(unsharded, DTensor) else unsharded
 
 
+def is_referred_to(param: FSDPParam) -> bool:
+    """Whether others than FSDP2 refer to the unsharded parameter's storage, as autograd does until the backward."""
+    # The all-gather output, and the unsharded parameter over it.
+    expected = 1 if unsharded_local(param) is None else 2
+    return any(aliases(output) > expected for output in param.all_gather_outputs)
+
+
 def aliases(tensor: torch.Tensor) -> int:
     """How many tensors share `tensor`'s storage, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1

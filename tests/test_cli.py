@@ -106,7 +106,7 @@ def test_plan_takes_all_layers_and_nodes_of_8_where_it_is_not_told() -> None:
 def test_plan_prints_the_memory_of_a_model_as_tables_without_json() -> None:
     result = run(app, MEMORY)
     assert (result.exit_code, result.stderr) == (0, "")
-    for shown in ("llama-3.1-70b: 80 blocks on 64 GPUs in 8 nodes", "attach(nodes=8)", "reduce input", "134,217,728"):
+    for shown in ("llama-3.1-70b: 80 blocks on 64 GPUs in 8 nodes", "attach(nodes=8)", "reduce input", "167,771,648"):
         assert shown in result.stdout
     assert "tide_early" not in result.stdout
     assert "tide_early" in run(app, [*MEMORY, "--gpus-per-node", "64"]).stdout
@@ -138,6 +138,7 @@ def test_plan_lists_what_a_blocks_collectives_move_between_nodes() -> None:
         ("--model gpt-9 --gpus 8", "model 'gpt-9' is unknown; use one of llama-3.1-70b, wan2.2-a14b, qwen3-30b-a3b"),
         ("--model wan2.2-a14b", "--model wan2.2-a14b needs --gpus N, the GPUs that it is sharded over"),
         ("--model wan2.2-a14b --nodes 2 --gpus-per-node 0", "gpus_per_node must be at least 1, got 0"),
+        ("--model wan2.2-a14b --gpus 0", "gpus must be 2 to 1,048,576 (one has nothing to communicate), got 0"),
         ("--model wan2.2-a14b --gpus 1", "gpus must be 2 to 1,048,576 (one has nothing to communicate), got 1"),
         (
             "--model wan2.2-a14b --gpus 12",

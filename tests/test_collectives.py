@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankPools, fresh_ranks
 from tide_triton import Collectives
-from tide_triton.errors import AbortedError, MismatchError, PeerLostError
+from tide_triton.errors import AbortedError, MismatchError, PeerLostError, TideError
 from tide_triton.layouts import GroupSpec, SpecError, TensorSpec, Topology, shard
 from tide_triton.views import DTYPES
 
@@ -285,3 +285,52 @@ def drop_without_closing(rank: int, world: int) -> int:
 
 def test_collectives_that_are_dropped_give_everything_back(ranks: RankPools) -> None:
     assert max(ranks(2).run(drop_without_closing)) <= 0
+
+
+def reduce_what_differs(rank: int, world: int) -> list[str]:
+    spec = GroupSpec(world, (TensorSpec("w", (8, 4), "bfloat16"),))
+    ones = torch.ones(8, 4)
+    found = []
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        for gradient, options in (
+            (ones if rank else ones.bfloat16(), {}),
+            (ones, {"dtype": torch.float32 if rank else torch.float64}),
+            (ones, {"average": rank == 0}),
+        ):
+            with pytest.raises(MismatchError) as refused:
+                collectives.reduce_scatter([gradient], **options)
+            found.append(str(refused.value))
+        # Nothing was sent, so that all may go on.
+        (shard_,) = collectives.reduce_scatter([ones.bfloat16()])
+        found.append("" if torch.equal(shard_, torch.ones_like(shard_)) else str(shard_))
+    return found
+
+
+def test_reductions_that_differ_between_ranks_are_refused_on_all_of_them(ranks: RankPools) -> None:
+    for dtypes, results, average, then in ranks(2).run(reduce_what_differs):
+        assert dtypes.startswith("ranks disagree on the dtype of gradients: torch.bfloat16 on ranks [0]; torch.float32")
+        assert results.startswith("ranks disagree on dtype: torch.float64 on ranks [0]; torch.float32 on ranks [1]")
+        assert average.startswith("ranks disagree on average: True on ranks [0]; False on ranks [1]")
+        assert then == ""
+
+
+def use_after_closing(rank: int, world: int) -> list[str]:
+    spec = GroupSpec(world, (TensorSpec("w", (8, 4), "bfloat16"),))
+    found = []
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        for not_tensors in (None, iter([torch.ones(4, 4)])):
+            with pytest.raises(SpecError) as refused:
+                collectives.all_gather(not_tensors)  # type: ignore[arg-type]
+            found.append(str(refused.value))
+    for call in (collectives.all_gather, collectives.reduce_scatter):
+        with pytest.raises(TideError) as closed:
+            call([torch.ones(8, 4)])
+        found.append(str(closed.value))
+    return found
+
+
+def test_what_is_no_list_and_what_is_closed_is_said_to_be_so(ranks: RankPools) -> None:
+    for nothing, iterator, *closed in ranks(2).run(use_after_closing):
+        assert nothing == "shards must be a list of tensors, one per tensor of the spec, got NoneType"
+        assert iterator.endswith("got list_iterator")
+        assert closed == ["these Collectives are closed; make new ones"] * 2

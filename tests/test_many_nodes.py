@@ -267,6 +267,8 @@ def misuse(rank: int, world: int) -> list[str]:
         {"timeout_s": 30 if rank else -1},
         {"transport": "host" if rank else "nccl"},
         {"topology": Topology(2, 2), "switch_sums": True},
+        {"device": "cuda:7" if rank == 2 else "cpu"},
+        {"device": "nonsense"},
     ):
         try:
             Collectives(dist.group.WORLD, spec, **{"timeout_s": 30, **options})
@@ -288,8 +290,10 @@ def test_what_cannot_be_or_differs_is_refused_on_every_rank(ranks: RankPools) ->
         elsewhere = "SpecError: Collectives failed on rank {}: "
         assert messages[7].startswith("SpecError: topology has" if rank == 1 else elsewhere.format(1) + "topology has")
         assert messages[8].startswith(elsewhere.format(0) + "timeout_s" if rank else "SpecError: timeout_s must be")
-        assert messages[9].startswith(elsewhere.format(0) + "transport" if rank else "ValueError: transport='nccl'")
+        assert messages[9].startswith(elsewhere.format(0) + "transport" if rank else "SpecError: transport='nccl'")
         assert messages[10].startswith("SpecError: switch_sums=True works on one node only, and topology has 2")
+        assert messages[11].startswith("SpecError: device='cuda:7'" if rank == 2 else elsewhere.format(2) + "device=")
+        assert messages[12].startswith("SpecError: device='nonsense' is none that torch knows")
 
 
 # --- several process groups at once ---

@@ -255,10 +255,21 @@ def test_the_ring_is_exactly_as_large_at_16_gpus_as_at_16384(name: str, gpus: in
     assert [buffer.flags for buffer in buffers] == [RING_DEPTH * flags_nbytes(world) for world in BUFFER_WORLDS]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_over_nodes_the_rings_are_exactly_as_large_at_16_gpus_as_at_16384_and_those_that_are_held(name: str) -> None:
+    plan = plan_memory(MODELS[name], Topology(8, 8))
+    assert [buffer.world_size for buffer in plan.buffers] == list(BUFFER_WORLDS)
+    assert {buffer.ring for buffer in plan.buffers} == {plan.variant("tide").items["ring"]}
+    assert [buffer.flags for buffer in plan.buffers] == [2 * flags_nbytes(world) for world in BUFFER_WORLDS]
+    wide = plan_memory(MODELS[name], Topology(2, 64))
+    assert [buffer.world_size for buffer in wide.buffers] == [128, 1024, 16384]
+
+
 @given(st.lists(st.integers(1 << 24, 1 << 40), min_size=1, max_size=9), st.lists(st.integers(2, 16384), min_size=2))
 @comparing
 def test_the_ring_of_an_output_larger_than_a_chunk_is_exactly_constant(output: list[int], worlds: list[int]) -> None:
-    assert {reduce_scatter_buffer(output, world).ring for world in worlds} == {RING_DEPTH * RING_CHUNK_NBYTES}
+    rings = {reduce_scatter_buffer(output, Topology(1, world)).ring for world in worlds}
+    assert rings == {RING_DEPTH * RING_CHUNK_NBYTES}
 
 
 @given(st.lists(st.integers(0, 1 << 20), max_size=9), st.integers(2, 16384), st.integers(1, 4))
@@ -266,7 +277,7 @@ def test_the_ring_of_an_output_larger_than_a_chunk_is_exactly_constant(output: l
 def test_the_ring_of_a_small_output_is_smaller_and_flags_know_the_peers_alone(
     output: list[int], world: int, depth: int
 ) -> None:
-    buffer = reduce_scatter_buffer(output, world, ring_depth=depth)
+    buffer = reduce_scatter_buffer(output, Topology(1, world), ring_depth=depth)
     assert 0 < buffer.ring <= depth * RING_CHUNK_NBYTES
     assert buffer.flags == depth * flags_nbytes(world)
     assert 0 <= flags_nbytes(world) - world * COUNTERS * 4 < 256

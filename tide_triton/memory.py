@@ -87,7 +87,8 @@ class Variant:
 class Buffer:
     """What the reduce-scatter needs beside gradients and shards, on one of `world_size` GPUs.
 
-    ring: bytes of its chunks. flags: bytes of the counters in front of them, the only part that knows every peer.
+    ring: bytes of its chunks, over several nodes with the staging of what is put from elsewhere.
+    flags: bytes of the counters in front of them, the only part that knows every peer.
     """
 
     world_size: int
@@ -99,7 +100,8 @@ class Buffer:
 class MemoryPlan:
     """What one GPU holds while a model trains.
 
-    buffers: at `BUFFER_WORLDS`, each for an output of `block.shard` bytes on every GPU.
+    buffers: at `BUFFER_WORLDS`, over nodes at as many whole nodes as these fill; each for an output of `block.shard`
+    bytes on every GPU.
     network: what the collectives of a block move.
     """
 
@@ -188,9 +190,15 @@ def plan_memory(
             Variant("tide_early", "attach(slot_reuse=False, early_reduce=True)", tide, early),
         ]
     output = [shard(tensor, world, 0).padded_numel for tensor in block.tensors]
-    buffers = tuple(reduce_scatter_buffer(output, n, ring_chunk_nbytes, ring_depth) for n in BUFFER_WORLDS)
+    topologies = dict.fromkeys(spread(topology, gpus) for gpus in BUFFER_WORLDS)
+    buffers = tuple(reduce_scatter_buffer(output, t, ring_chunk_nbytes, ring_depth) for t in topologies)
     network = plan_network(block, topology, ring_chunk_nbytes, ring_depth, groups=[block, root])
     return MemoryPlan(model.name, layers, topology, step.block, step.root, tuple(variants), buffers, network)
+
+
+def spread(like: Topology, gpus: int) -> Topology:
+    """About so many GPUs, in nodes as those of `like`: one where it has one, else as many whole ones as they fill."""
+    return Topology(1, gpus) if like.nodes == 1 else Topology(max(2, gpus // like.gpus_per_node), like.gpus_per_node)
 
 
 def root_spec(model: ModelSpec, world_size: int) -> GroupSpec:
@@ -207,14 +215,17 @@ def flags_nbytes(world_size: int) -> int:
 
 def reduce_scatter_buffer(
     output: Sequence[int],
-    world_size: int,
+    topology: Topology,
     ring_chunk_nbytes: int = RING_CHUNK_NBYTES,
     ring_depth: int = RING_DEPTH,
 ) -> Buffer:
-    """The buffer of a reduce-scatter after which every one of `world_size` ranks has tensors of `output` elements.
+    """The buffer of a reduce-scatter after which every rank of `topology` has tensors of `output` elements.
 
     What is reduced grows with the ranks, so that what each of them gets stays the same.
     """
-    tensors = (TensorSpec(f"tensor {i}", (world_size, numel), _WIRE) for i, numel in enumerate(output))
-    chunk = chunk_for([GroupSpec(world_size, tuple(tensors))], ring_chunk_nbytes)
-    return Buffer(world_size, chunk * ring_depth, flags_nbytes(world_size) * ring_depth)
+    world = topology.world_size
+    spec = GroupSpec(world, tuple(TensorSpec(f"tensor {i}", (world, numel), _WIRE) for i, numel in enumerate(output)))
+    if topology.nodes > 1:
+        rings = rings_nbytes(topology, pacing_for(topology, [spec], ring_chunk_nbytes, ring_depth))
+        return Buffer(world, rings + STAGING_NBYTES, flags_nbytes(world) * 2)
+    return Buffer(world, chunk_for([spec], ring_chunk_nbytes) * ring_depth, flags_nbytes(world) * ring_depth)

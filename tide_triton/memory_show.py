@@ -145,7 +145,7 @@ def _network_table(plan: MemoryPlan) -> Table:
         ("rail_in_flight_nbytes", "of these under way at once"),
         ("link_nbytes", "bytes to each GPU of its node"),
         ("link_in_flight_nbytes", "of these under way at once"),
-        ("buffer_nbytes", "bytes of buffers"),
+        ("buffer_nbytes", "bytes of the rings that it uses"),
     ):
         table.add_row(what, f"{getattr(gather, name):,}", f"{getattr(reduce, name):,}")
     return table

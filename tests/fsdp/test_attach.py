@@ -299,6 +299,59 @@ def test_detach_between_forward_and_backward_is_refused_and_the_backward_can_go_
         assert found["usable"]
 
 
+def _attach_mid_iteration(rank: int, world_size: int) -> dict[str, Any]:
+    model = _sharded(world_size)
+    tokens, targets = batch(rank, 0)
+    loss = cross_entropy(model(tokens), targets)
+    message = raised(lambda: attach(model))
+    loss.backward()
+    gradients = [p.grad._local_tensor.clone() for p in model.parameters()]
+    model.zero_grad()
+    del loss
+    attach(model)
+    cross_entropy(model(tokens), targets).backward()
+    again = [p.grad._local_tensor.clone() for p in model.parameters()]
+    tide_triton.detach(model)
+    return {"message": message, "same": all(map(torch.equal, gradients, again))}
+
+
+def test_attach_between_forward_and_backward_is_refused_and_works_after_it(ranks: RankPools) -> None:
+    for found in ranks(2).run(_attach_mid_iteration):
+        assert found["message"].startswith("AttachError: group '(root)' is between a forward and its backward")
+        assert found["same"]
+
+
+def _two_forwards(rank: int, world_size: int, slots: int | None) -> tuple[str, bool]:
+    """Two forwards before their backward, of layers whose input needs no gradient: the first one stays unsharded."""
+
+    def gradients(by_tide: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(fully_shard(nn.Linear(6, 6), mesh=line(world_size)) for _ in range(5)))
+        fully_shard(model, mesh=line(world_size))
+        if by_tide:
+            attach(model, slots=slots)
+        x = torch.full((3, 6), rank + 1.0)
+        (model(x).sum() + model(2 * x).sum()).backward()
+        found = [p.grad._local_tensor.clone() for p in model.parameters()]
+        if by_tide:
+            tide_triton.detach(model)
+        return found
+
+    expected, got = gradients(False), []
+    message = raised(lambda: got.extend(gradients(True)))
+    return message, len(got) == len(expected) and all(map(torch.equal, expected, got))
+
+
+def test_a_slot_conflict_says_how_many_slots_will_do_and_so_many_do(ranks: RankPools) -> None:
+    for message, _ in ranks(2).run(_two_forwards, None):
+        assert message.startswith("SlotConflictError: groups '")
+        assert "stays so until the backward is over" in message
+        assert "Pass slots=5 to attach()" in message
+    for message, same in ranks(2).run(_two_forwards, 5):
+        assert message == ""
+        assert same
+
+
 def _cycles(rank: int, world_size: int) -> dict[str, Any]:
     model = _sharded(world_size)
     plain = train(_sharded(world_size), rank, Loop(steps=4))

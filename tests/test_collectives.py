@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankPools, fresh_ranks
 from tide_triton import Collectives
-from tide_triton.errors import AbortedError, MismatchError, PeerLostError, TideError
+from tide_triton.errors import AbortedError, MismatchError, PeerLostError, TideError, WaitTimeoutError
 from tide_triton.layouts import GroupSpec, SpecError, TensorSpec, Topology, shard
 from tide_triton.views import DTYPES
 
@@ -334,3 +334,26 @@ def test_what_is_no_list_and_what_is_closed_is_said_to_be_so(ranks: RankPools) -
         assert nothing == "shards must be a list of tensors, one per tensor of the spec, got NoneType"
         assert iterator.endswith("got list_iterator")
         assert closed == ["these Collectives are closed; make new ones"] * 2
+
+
+def compare_alone(rank: int, world: int) -> tuple[str, str]:
+    """Rank 1 reduces gradients of a dtype that rank 0 has reduced before; rank 0 does something else meanwhile."""
+    spec = GroupSpec(world, (TensorSpec("w", (8, 4), "bfloat16"),))
+    message = ""
+    with Collectives(dist.group.WORLD, spec, timeout_s=2) as collectives:
+        if rank == 1:
+            with pytest.raises(WaitTimeoutError) as alone:
+                collectives.reduce_scatter([torch.ones(8, 4)])
+            message = str(alone.value)
+        dist.barrier()
+    with Collectives(dist.group.WORLD, spec, timeout_s=30) as collectives:
+        (found,) = collectives.reduce_scatter([torch.ones(8, 4)])
+    return message, "" if torch.equal(found, torch.ones_like(found)) else str(found)
+
+
+def test_a_rank_that_compares_alone_says_for_whom_it_waited_and_the_group_stays_usable(ranks: RankPools) -> None:
+    (_, nothing), (message, wrong) = ranks(2).run(compare_alone)
+    assert message.startswith(
+        "rank 1 waited 2 s in phase 'the first reduction of its kind in Collectives' for ranks [0]"
+    )
+    assert nothing == wrong == ""

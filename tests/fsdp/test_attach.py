@@ -399,21 +399,42 @@ def test_attached_and_stock_steps_can_take_turns_and_twenty_cycles_leave_nothing
         assert found["sizes"][0][1] == 0
 
 
-def _dropped(rank: int, world_size: int) -> tuple[int, int]:
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in the middle of a backward")
+
+
+def _dropped(rank: int, world_size: int, after: str) -> tuple[int, int]:
+    def use(model: nn.Module) -> None:
+        if after == "a step":
+            train(model, rank, Loop(steps=1))
+        elif after == "a forward":
+            with torch.no_grad():
+                model(batch(rank, 0)[0])
+        else:
+            model.blocks[1].register_forward_hook(lambda module, inputs, output: _Raises.apply(output))
+            assert "in the middle of a backward" in raised(lambda: train(model, rank, Loop(steps=1)))
+
     gc.collect()
     fds, segments = descriptors(), shared_segments()
     for _ in range(3):
         model = _sharded(world_size)
         attach(model)
-        train(model, rank, Loop(steps=1))
+        use(model)
         del model
         gc.collect()
     dist.barrier()
     return descriptors() - fds, shared_segments() - segments
 
 
-def test_a_model_that_is_dropped_without_detach_gives_its_memory_back(ranks: RankPools) -> None:
-    assert ranks(2).run(_dropped) == [(0, 0), (0, 0)]
+@pytest.mark.parametrize("after", ["a step", "a forward", "a backward that failed"])
+def test_a_model_that_is_dropped_without_detach_gives_its_memory_back(ranks: RankPools, after: str) -> None:
+    assert ranks(2).run(_dropped, after) == [(0, 0), (0, 0)]
 
 
 def _outlived(rank: int, world_size: int) -> bool:

@@ -41,6 +41,8 @@ class GroupBinding:
         self.reduce = Traffic()
         self.reduction = GroupReduce(self)
         self.slot: Slot | None = None
+        #: What says that a slot holds these parameters whole. Slots outlive the model, and so must not know it.
+        self._content = object()
         self._gathering: Gathering | None = None
         self._deferred = False
         self._reusing = False
@@ -268,7 +270,7 @@ class GroupBinding:
             self.domain.options.reuse
             and self._bound
             and self.slot is not None
-            and self.slot.content is self
+            and self.slot.content is self._content
             and internals.is_in_backward(self.group)
             and not self.rivals()
         )
@@ -281,7 +283,7 @@ class GroupBinding:
         if self._cast is not None and not internals.is_in_backward(self.group):
             self._cast.is_fresh = False
         self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather, self._kept(shards))
-        self.slot.content = self
+        self.slot.content = self._content
 
     def _kept(self, shards: Sequence[torch.Tensor]) -> CastShards | None:
         """Where the shards are kept as they are cast, with that option and where they are cast at all."""

@@ -48,6 +48,8 @@ class Rendezvous:
         self._generation = self._store.add(f"tide/generation/{self.rank}", 1)
         self._round = 0
         self._said: list[str] = []
+        #: Whether all ranks have been in this rendezvous.
+        self._has_met = False
 
     def exchange(self, message: str, what: str) -> list[str]:
         """Every rank's message, in rank order. Raises WaitTimeoutError naming the ranks that did not come."""
@@ -68,6 +70,7 @@ class Rendezvous:
                 f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s in phase '{what}' for ranks "
                 f"{missing}; every rank must make this call, or raise timeout_s"
             ) from error
+        self._has_met = True
         messages = [self._store.get(key).decode() for key in keys]
         # Whoever is here has read the messages before: this rank's can go, or the store grows with every call.
         for key in self._said[:-1]:
@@ -96,10 +99,11 @@ class Rendezvous:
         return bool(self._store.get(verdict) == b"yes")
 
     def _withdraw(self) -> None:
-        """As if this rendezvous had not been: the next one starts where the ranks that did not come will."""
+        """Take back what was said. Where ranks have never come, the next rendezvous starts where theirs will."""
         for key in self._said:
             self._store.delete_key(key)
-        self._store.add(f"tide/generation/{self.rank}", -1)
+        if not self._has_met:
+            self._store.add(f"tide/generation/{self.rank}", -1)
 
     def first_problem(self, problem: Exception | None, what: str) -> tuple[int, str] | None:
         """The first rank that has a problem, and what it is; None where none has. `problem` is this rank's."""

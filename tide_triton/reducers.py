@@ -8,7 +8,7 @@ reducing.finish(traffic)                    outputs hold the shards
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,14 +34,17 @@ class Reduction:
 
 @dataclass(eq=False)
 class Kept:
-    """Gradients that are still being read, until `mark`: alive as long as somebody holds this."""
+    """Gradients that are still being read, until `mark`: alive as long as somebody holds this.
+
+    nbytes: theirs. Added up once, since every gradient that comes asks for it.
+    """
 
     gradients: list[torch.Tensor]
     mark: Mark | None
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(gradient.nbytes for gradient in self.gradients)
 
 
 class Underway(abc.ABC):

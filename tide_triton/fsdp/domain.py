@@ -163,6 +163,8 @@ class Domain:
         Compute waits for their sums, which had the time of a gradient to end. So how much memory gradients take does
         not hang on how far the host runs ahead.
         """
+        if not self._kept:
+            return
         alive = [kept for reference in self._kept if (kept := reference()) is not None and kept.gradients]
         total = sum(kept.nbytes for kept in alive)
         limit = self.options.ring_depth * self.options.ring_chunk_nbytes

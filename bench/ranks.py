@@ -5,7 +5,6 @@ import gc
 import multiprocessing.connection
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tide_triton import parent
 
 #: Seconds after which NCCL and TIDE give up on a rank that does not come.
 TIMEOUT_S = 60
@@ -147,16 +148,8 @@ def _join(processes: list[Any], timeout_s: float) -> str | None:
     return problem or (f"rank {failed[0][0]} ended with exit code {failed[0][1]}" if failed else None)
 
 
-def _follow_parent() -> None:
-    """End this process with the one that started it, which may be killed before it can end its ranks."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
 def _run_rank(rank: int, world: int, local: int, store: str | None, job: Job, args: tuple[Any, ...]) -> None:
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    parent.follow()
     cuda = device_type() == "cuda"
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     # What cuBLAS takes on Hopper anyway; torch wants it said before it calls a GEMM deterministic.

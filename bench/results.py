@@ -184,7 +184,7 @@ def summary(benchmark: str, kept: Row) -> str:
     ]
     cells = [[_shown(row.get(column)) for column in columns] for row in rows]
     errors = [
-        f"{'error' if _is_last(kept, row) else 'in an earlier run, error'} in "
+        f"{'in an earlier run, error' if row['run'] else 'error'} in "
         f"{' '.join(str(row.get(name)) for name in KEYS[benchmark])}: {row['error']}"
         for row in rows
         if "error" in row

@@ -102,7 +102,7 @@ class WindowedAllGather(AllGather):
 # --- models ---
 
 
-def built(case: Case, experts: str) -> training.Stack:
+def _built(case: Case, experts: str) -> training.Stack:
     """The model in fp32, with the same weights on every rank."""
     with case.here.device:
         model = training.Stack(case.model, case.layers, experts)
@@ -118,7 +118,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, ...]:
 def sharded(case: Case, experts: str) -> training.Stack:
     """The model under FSDP2 over all ranks, a group per block."""
     mesh = init_device_mesh(case.here.device.type, (case.here.world_size,))
-    model = built(case, experts)
+    model = _built(case, experts)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -128,7 +128,7 @@ def sharded(case: Case, experts: str) -> training.Stack:
 
 def floor(case: Case, experts: str) -> tuple[training.Stack, Callable[[], None]]:
     """A bf16 model without FSDP, and what comes after its backward: AdamW on 1/W of the weights."""
-    model = built(case, experts).to(torch.bfloat16)
+    model = _built(case, experts).to(torch.bfloat16)
     world = case.here.world_size
     masters = []
     for parameter in model.parameters():

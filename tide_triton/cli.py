@@ -149,8 +149,6 @@ def _memory(
     if nodes is not None:
         if nodes < 1:
             raise SpecError(f"nodes must be at least 1, got {nodes}")
-        if gpus_per_node is not None and gpus_per_node < 1:
-            raise SpecError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
         there = nodes * (GPUS_PER_NODE if gpus_per_node is None else gpus_per_node)
         if gpus is not None and gpus != there:
             raise SpecError(f"--gpus {gpus} is not --nodes {nodes} of {there // nodes} GPUs; leave --gpus out")

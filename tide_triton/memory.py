@@ -11,9 +11,8 @@
 | tide_early | attach(slot_reuse=False, early_reduce=True): blocks' one by one as they are produced; so from the   |
 |            | fourth backward on, and as tide_ring before                                                        |
 
-They are those of `bench/variants.py`, on one node. Over several, TIDE is but
-
-| tide       | attach(nodes=N): gradients go through the rings of the hierarchy, group by group                   |
+They are those of `bench/variants.py`, on one node. Over several there is but one of TIDE's, `tide`: attach(nodes=N),
+whose gradients go through the rings of the hierarchy, group by group.
 
 attach(keep_cast=True) takes half of `shards` once more, and `switch_sums` may make slots some bytes larger.
 
@@ -165,8 +164,12 @@ def plan_memory(
     uses = [GroupUse(f"block {number}", step.block.slot, 0) for number in range(layers)]
     slot_nbytes = assign([*uses, GroupUse("root", step.root.slot, None)], PREFETCH, slots).slot_nbytes
 
-    def windows(ring: int, chunks: int) -> dict[Item, int]:
-        return {"slots": sum(slot_nbytes), "ring": ring, "flags": flags_nbytes(world) * (len(slot_nbytes) + chunks)}
+    def windows(ring: int = 0, flags: int = 0) -> dict[Item, int]:
+        flags += flags_nbytes(world) * len(slot_nbytes)
+        return {"slots": sum(slot_nbytes), "ring": ring, "flags": flags}
+
+    through = _buffer_of([block, root], topology, ring_chunk_nbytes, ring_depth)
+    in_ring = windows(through.ring, through.flags)
 
     # Two outputs of blocks are held at once in forward.
     lent = step.block.padded_nbytes * min(layers, 2) + step.root.padded_nbytes
@@ -177,15 +180,11 @@ def plan_memory(
         Variant("symm", "FSDP2, all-gather outputs in windows", ("gathered",), step.stock(lent)),
     ]
     if topology.nodes > 1:
-        rings = rings_nbytes(topology, pacing_for(topology, [block, root], ring_chunk_nbytes, ring_depth))
-        over_nodes = step.late(windows(rings + STAGING_NBYTES, 2), limit)
-        variants.append(Variant("tide", f"attach(nodes={topology.nodes})", tide, over_nodes))
+        variants.append(Variant("tide", f"attach(nodes={topology.nodes})", tide, step.late(in_ring, limit)))
     else:
-        chunk = chunk_for([block, root], ring_chunk_nbytes)
-        in_ring = windows(chunk * ring_depth, ring_depth)
-        early = step.early(in_ring, limit, sent_with(block, chunk))
+        early = step.early(in_ring, limit, sent_with(block, through.ring // ring_depth))
         variants += [
-            Variant("tide", "attach()", tide, step.late(windows(0, 0), limit)),
+            Variant("tide", "attach()", tide, step.late(windows(), limit)),
             Variant("tide_ring", "attach(slot_reuse=False)", tide, step.late(in_ring, limit)),
             Variant("tide_early", "attach(slot_reuse=False, early_reduce=True)", tide, early),
         ]
@@ -225,7 +224,13 @@ def reduce_scatter_buffer(
     """
     world = topology.world_size
     spec = GroupSpec(world, tuple(TensorSpec(f"tensor {i}", (world, numel), _WIRE) for i, numel in enumerate(output)))
+    return _buffer_of([spec], topology, ring_chunk_nbytes, ring_depth)
+
+
+def _buffer_of(specs: Sequence[GroupSpec], topology: Topology, ring_chunk_nbytes: int, ring_depth: int) -> Buffer:
+    """The buffer that reductions of the groups `specs` share."""
+    world = topology.world_size
     if topology.nodes > 1:
-        rings = rings_nbytes(topology, pacing_for(topology, [spec], ring_chunk_nbytes, ring_depth))
+        rings = rings_nbytes(topology, pacing_for(topology, specs, ring_chunk_nbytes, ring_depth))
         return Buffer(world, rings + STAGING_NBYTES, flags_nbytes(world) * 2)
-    return Buffer(world, chunk_for([spec], ring_chunk_nbytes) * ring_depth, flags_nbytes(world) * ring_depth)
+    return Buffer(world, chunk_for(specs, ring_chunk_nbytes) * ring_depth, flags_nbytes(world) * ring_depth)

@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from tide_triton import parent
+
 #: How a rank says something to the process that started it.
 Tell = Callable[[object], None]
 
@@ -147,7 +149,7 @@ def _end(crew: dict[Connection, tuple[int, BaseProcess]], *, at_once: bool) -> N
 
 def _serve(rank: int, ranks: int, connection: Connection, work: Callable[..., Any], args: tuple[object, ...]) -> None:
     """What a rank's process runs."""
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    parent.follow()
     try:
         result = work(rank, ranks, lambda what: connection.send(_Said(what)), *args)
         connection.send(_Returned(result))
@@ -158,14 +160,6 @@ def _serve(rank: int, ranks: int, connection: Connection, work: Callable[..., An
             connection.send(_Failed(time.monotonic(), reason, traceback.format_exc()))
         # Not through the interpreter's end, where a broken process group may wait for its peers.
         os._exit(1)
-
-
-def _follow_parent() -> None:
-    """End this process with the one that started it, which may be killed before it can end its ranks."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 @contextlib.contextmanager

@@ -354,14 +354,7 @@ def _path(traffic: Traffic) -> str:
 
 
 def _why(gather: Traffic, reduce: Traffic) -> str:
-    reasons = [
-        f"{name}: {reason} (x{count})"
-        for name, traffic in (("gather", gather), ("reduce", reduce))
-        for reason, count in traffic.fallback_reasons.items()
-    ]
-    reasons += [
-        f"{name}: {remark} (x{count})"
-        for name, traffic in (("gather", gather), ("reduce", reduce))
-        for remark, count in traffic.remarks.items()
-    ]
-    return "; ".join(reasons)
+    traffics = ("gather", gather), ("reduce", reduce)
+    said = [(name, traffic.fallback_reasons) for name, traffic in traffics]
+    said += [(name, traffic.remarks) for name, traffic in traffics]
+    return "; ".join(f"{name}: {text} (x{count})" for name, counts in said for text, count in counts.items())

@@ -54,8 +54,6 @@ class Domain:
             self._nodes = ManyNodes(self.topology, chunk, depth, options.wire_dtype)
         self.pool = SlotPool(transport)
         self.bindings = [GroupBinding(site, self) for site in sites]
-        #: Slots in which groups take turns, at the depth of nesting that has most.
-        self.slot_count = 0
         #: How many slots were added because groups were held longer than planned.
         self.grown = 0
         self._ring: Ring | Slot | None = None
@@ -82,8 +80,6 @@ class Domain:
             binding.slot = made[index]
         if self.options.early_reduce or not self.may_reuse_slots:
             self.ring()
-        taken = {(use.depth, index) for use, index in zip(uses, rotation.slot_of, strict=True) if use.depth is not None}
-        self.slot_count = max((sum(d == depth for d, _ in taken) for depth in range(len(depths))), default=0)
 
     def gatherer(self, layout: SlotLayout) -> AllGather:
         """The all-gather of a group that is laid out so."""

@@ -17,17 +17,19 @@ from tide_triton.errors import MismatchError, WaitTimeoutError
 
 def usable_timeout(timeout_s: object) -> float:
     """`timeout_s` where it is one, else a minute, in which ranks can still tell each other that it is not."""
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        return 60.0
     try:
-        return float(timeout_s) if is_number and math.isfinite(timeout_s) and timeout_s > 0 else 60.0  # type: ignore
+        seconds = float(timeout_s)
     except OverflowError:
         # An integer beyond what a float holds.
         return 60.0
+    return seconds if math.isfinite(seconds) and seconds > 0 else 60.0
 
 
 def timeout_problem(timeout_s: object) -> str | None:
     """What is wrong with it as a time limit, None where nothing is."""
-    if usable_timeout(timeout_s) == timeout_s and not isinstance(timeout_s, bool):
+    if usable_timeout(timeout_s) == timeout_s:
         return None
     return f"timeout_s must be a positive, finite number of seconds, got {timeout_s!r}"
 

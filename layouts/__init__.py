@@ -17,6 +17,7 @@ derivations to each other.
 Over many nodes:
 
     rails.sends, rails.forwards         the all-gather, block by block: over rails, and on inside the node
+    packing.pack                        what crosses nodes packed, and where it lies then
     pacing.Pacing, pacing.cut           how much is under way at once: chunks, and a window over them
     queues.rail_queue, .local_queue     the all-gather, chunk by chunk, and what each put waits for
     queues.rail_receipts, .in_turn      what it acknowledges, and both in an order for one thing at a time
@@ -27,6 +28,7 @@ Over many nodes:
 from tide_triton.layouts.hierarchy import Buffer, Hierarchy
 from tide_triton.layouts.loads import Load, gather_load, reduce_load
 from tide_triton.layouts.pacing import Pacing, Wait, cut, cut_slices
+from tide_triton.layouts.packing import Packing, pack
 from tide_triton.layouts.queues import (
     ChunkPut,
     PutQueue,
@@ -34,6 +36,7 @@ from tide_triton.layouts.queues import (
     arrivals,
     block_sizes,
     in_turn,
+    landing,
     local_queue,
     local_receipts,
     rail_queue,
@@ -66,6 +69,7 @@ __all__ = [
     "LocalPut",
     "LocalSum",
     "Pacing",
+    "Packing",
     "Place",
     "PutQueue",
     "RailPut",
@@ -95,9 +99,11 @@ __all__ = [
     "gather_copies",
     "gather_load",
     "in_turn",
+    "landing",
     "local_queue",
     "local_receipts",
     "merge",
+    "pack",
     "rail_queue",
     "rail_receipts",
     "receives",

@@ -5,7 +5,7 @@
 | rounds          | ceil(log2 nodes)                      | chunks * nodes + nodes - 1; chunks for a single node |
 | over the rail   | (nodes - 1) blocks                    | (nodes - 1) shards, in the partials' dtype           |
 | to a local peer | nodes blocks                          | nodes shards, in the gradients' dtype                |
-| buffers         | none: blocks land at their final place | three rings of chunks, whatever the nodes            |
+| buffers         | areas of what is packed, in the slot  | three rings of chunks, whatever the nodes            |
 
 Figures are of the rank that has most to do: where shards are uneven, rank 0 has the largest.
 """
@@ -26,7 +26,7 @@ class Load:
     rail_peers, link_peers: how many ranks it puts to over its rail, and inside its node.
     rail_nbytes, link_nbytes: bytes it puts over its rail, and to each peer inside its node.
     rail_in_flight_nbytes, link_in_flight_nbytes: bytes of those that are under way at once.
-    buffer_nbytes: memory beyond slots, gradients and shards.
+    buffer_nbytes: memory beside unsharded parameters, gradients and shards.
     """
 
     rounds: int
@@ -39,8 +39,11 @@ class Load:
     buffer_nbytes: int
 
 
-def gather_load(topology: Topology, block_nbytes: int, pacing: Pacing) -> Load:
-    """The all-gather of blocks of `block_nbytes` bytes, the largest where they differ."""
+def gather_load(topology: Topology, block_nbytes: int, pacing: Pacing, areas_nbytes: int = 0) -> Load:
+    """The all-gather of blocks of `block_nbytes` bytes, the largest where they differ.
+
+    areas_nbytes: of what crosses nodes packed (`packing`).
+    """
     nodes, gpus = topology.nodes, topology.gpus_per_node
     number = rounds(nodes)
     rail = (nodes - 1) * block_nbytes
@@ -54,7 +57,7 @@ def gather_load(topology: Topology, block_nbytes: int, pacing: Pacing) -> Load:
         link_nbytes=link,
         rail_in_flight_nbytes=min(window, rail),
         link_in_flight_nbytes=min(window, link),
-        buffer_nbytes=0,
+        buffer_nbytes=areas_nbytes,
     )
 
 

@@ -177,7 +177,9 @@ BLOCK_CHUNKS: Final = 4
 def gather_pacing(topology: Topology, block_nbytes: int, nbytes: int, depth: int) -> Pacing:
     """`pacing_for`, with chunks of at least a part in `BLOCK_CHUNKS` of a block of `block_nbytes` bytes.
 
-    A gather's chunks lie at their final places, so that they take no memory, however large they are.
+    A gather's chunks lie where the slot has them, so that they take no memory, however large they are. Where nobody
+    puts on what comes to it, in two nodes of one GPU, a block is one chunk.
     """
     pacing = pacing_for(topology, None, nbytes, depth)
-    return Pacing(max(pacing.chunk_nbytes, align(-(-block_nbytes // BLOCK_CHUNKS))), depth)
+    chunks = BLOCK_CHUNKS if topology.world_size > 2 else 1
+    return Pacing(max(pacing.chunk_nbytes, align(-(-block_nbytes // chunks))), depth)

@@ -24,18 +24,19 @@ REDUCE_GROWTH: Final = 1.25
 CUT: Final = 1024
 
 
-def gather_pieces(layout: SlotLayout, smallest: int | None, tiny: int = 0) -> tuple[tuple[int, ...], ...]:
+def gather_pieces(layout: SlotLayout, smallest: int | None, apart: Iterable[int] = ()) -> tuple[tuple[int, ...], ...]:
     """Indices of a group's tensors in the order in which they are cast and put, by piece, smallest tensors first.
 
     smallest: bytes of a rank's shards that the first piece has at least; None for one piece of everything.
-    tiny: tensors of which a rank has fewer bytes come last. Where each is put by itself it costs the time that a put
-    takes beside its bytes, which is longest while others are cast.
+    apart: tensors that are a piece by themselves, before all others.
     """
     world = layout.spec.world_size
     sizes = [shard(tensor, world, 0).padded_nbytes for tensor in layout.spec.tensors]
     if smallest is None:
         return (tuple(range(len(sizes))),) if sizes else ()
-    return _growing(sorted(range(len(sizes)), key=lambda i: (sizes[i] < tiny, sizes[i])), sizes, smallest)
+    first = tuple(apart)
+    rest = sorted(set(range(len(sizes))) - set(first), key=lambda index: (sizes[index], index))
+    return ((first,) if first else ()) + _growing(rest, sizes, smallest)
 
 
 def _growing(order: Iterable[int], sizes: Sequence[int], smallest: int) -> tuple[tuple[int, ...], ...]:

@@ -171,6 +171,15 @@ def arrivals(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing
     return tuple(wait for wait in waits if wait.count)
 
 
+def landing(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing, block: int, chunk: int) -> Wait | None:
+    """What says that chunk `chunk` of `block` has come over the rail of `rank`; None where it does not come so.
+
+    Other arguments as for `rail_queue`.
+    """
+    _check_sizes(topology, sizes)
+    return _landed(_landings(topology, rank, sizes, pacing), block, chunk)
+
+
 def _landings(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> dict[int, tuple[int, int]]:
     """Of each block that comes over the rail: who puts it, and how many chunks it has put before."""
     landings = {}

@@ -44,12 +44,14 @@ def part(tensor: TensorSpec, world: int, rank: int, of: torch.Tensor) -> torch.T
 def gathered_wrong(collectives: Collectives, shards: list[torch.Tensor], sources: list[torch.Tensor]) -> str:
     """What an all-gather of `shards` has got wrong of `sources`, in a poisoned slot; "" for nothing.
 
-    Whatever an earlier turn left must be overwritten, and what lies between tensors must not.
+    Whatever an earlier turn left must be overwritten, and what lies between tensors must not. What is behind them, for
+    what crosses nodes packed, may be.
     """
     memory = collectives._slot.window.memory
     memory.fill_(0xFF)
     gathered = collectives.all_gather(shards)
     covered = torch.zeros_like(memory, dtype=torch.bool)
+    covered[collectives._gather.layout.nbytes :] = True
     for source, got, place in zip(sources, gathered, collectives._gather.layout.places, strict=True):
         if not torch.equal(got, source.to(DTYPES[place.tensor.dtype])):
             return f"{place.tensor} gathered wrong"

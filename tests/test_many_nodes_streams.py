@@ -21,7 +21,8 @@ import torch
 from tests.simulated_transport import POISON, Cluster, SimulatedTransport, _OnStream, at_work, kernels_on_streams
 from tests.test_collectives import part, random_spec, whole
 from tests.test_many_nodes import sum_over_nodes
-from tide_triton import hierarchical_program, hierarchical_reduce
+from tide_triton import hierarchical_program, hierarchical_reduce, rail_gather
+from tide_triton.all_gather import Gathering
 from tide_triton.hierarchical_plan import Plan
 from tide_triton.hierarchical_program import Memory, Program, empty_accumulator
 from tide_triton.hierarchical_reduce import HierarchicalReduceScatter
@@ -37,7 +38,7 @@ from tide_triton.reducers import Reduction
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane
 from tide_triton.views import DTYPES, dtype_name
-from tide_triton.windows import Slot, SlotPool
+from tide_triton.windows import Slot, SlotPool, Turn
 
 TOPOLOGIES = [Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(4, 1), Topology(3, 1)]
 TURNS = 3
@@ -134,6 +135,7 @@ class _Script:
         # The gather's chunks may be larger, so that several pieces of the own part go into one.
         self.gather_pacing = Pacing(draw.choice([32, 96, 480]), self.pacing.depth)
         self.smallest_piece = draw.choice([None, 1, 24])
+        self.run_nbytes = draw.choice([0, 8, 1 << 10])
         self.cluster = Cluster(self.world, in_order=in_order)
         self.ranks: dict[int, _Rank] = {}
         self.wrong: list[str] = []
@@ -162,10 +164,12 @@ class _Script:
     def _set_up(self, transport: SimulatedTransport) -> None:
         pool, rank, layout = SlotPool(transport), transport.rank, SlotLayout(self.spec)
         landing = LandingLayout(self.spec, dtype_name(self.dtype))
+        options: dict[str, Any] = {"smallest_piece": self.smallest_piece, "run_nbytes": self.run_nbytes}
+        gather = RailAllGather(layout, rank, self.topology, self.gather_pacing, **options)
         self.ranks[rank] = _Rank(
-            pool.add(layout.nbytes, "0", "a slot"),
+            pool.add(gather.slot_nbytes, "0", "a slot"),
             pool.add(rings_nbytes(self.topology, self.pacing), "0", "the rings"),
-            RailAllGather(layout, rank, self.topology, self.gather_pacing, smallest_piece=self.smallest_piece),
+            gather,
             HierarchicalReduceScatter(landing, rank, self.topology, self.pacing, self.wire),
         )
 
@@ -298,6 +302,25 @@ def test_steps_for_gradients_that_share_memory_are_prepared_anew(apart: bool) ->
     with on_streams():
         memory = Memory(gradients, outputs, empty_accumulator(plan, slot.transport, torch.float32))
         assert Program(plan, slot, memory, Reduction(), None).is_reusable == apart
+
+
+def test_what_is_unpacked_before_it_has_come_shows() -> None:
+    wait_for = PacedTurn.wait
+
+    def wait(self: PacedTurn, lane: Lane, wait: Wait) -> None:
+        if lane != "unpack":
+            wait_for(self, lane, wait)
+
+    with on_streams(), mock.patch.object(PacedTurn, "wait", wait):
+        assert any(_fails(topology, seed) for seed in range(3) for topology in TOPOLOGIES)
+
+
+def test_what_is_read_before_it_is_unpacked_shows() -> None:
+    def gathering(turn: Turn, _: object) -> Gathering:
+        return Gathering(turn)
+
+    with on_streams(), mock.patch.object(rail_gather, "Gathering", gathering):
+        assert any(_fails(topology, seed) for seed in range(3) for topology in TOPOLOGIES)
 
 
 def test_without_credits_for_whole_turns_it_shows() -> None:

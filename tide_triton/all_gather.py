@@ -86,7 +86,7 @@ class AllGather:
     """The all-gather of one group on rank `rank`: what moves, whatever slot it moves through.
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
-    tiny: tensors of which a rank has fewer bytes come last.
+    apart: tensors that are a piece by themselves, before all others.
     multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast on a transport that does, without
     shards of several rows in the slot, and unless a CUDA graph is captured; None for none. Ranks may differ in it.
     """
@@ -97,7 +97,7 @@ class AllGather:
         rank: int,
         *,
         smallest_piece: int | None = None,
-        tiny: int = 0,
+        apart: Sequence[int] = (),
         multicast_nbytes: int | None = None,
     ) -> None:
         self.layout = layout
@@ -106,9 +106,11 @@ class AllGather:
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._pieces = gather_pieces(layout, smallest_piece, tiny)
+        self._pieces = gather_pieces(layout, smallest_piece, apart)
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(gather_copies(layout, rank, piece) for piece in self._pieces)
+        #: Bytes of a slot that this gather may go through.
+        self.slot_nbytes = layout.nbytes
         self._programs: Programs[_Program] = Programs()
         #: What graphs have captured, which they need as long as they are replayed.
         self._captured: list[_Program] = []
@@ -256,15 +258,17 @@ def fill_key(slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None
 
 
 class Gathering:
-    """An all-gather under way."""
+    """An all-gather under way. unpacked: what must be over beside the turn's data."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Turn, unpacked: Mark | None = None) -> None:
         self._turn = turn
+        self._unpacked = unpacked
 
     def wait(self) -> None:
         """Until the unsharded tensors are there, for whatever the caller does next."""
         transport = self._turn.slot.transport
         with transport.lane("gather"):
             self._turn.await_data()
+            transport.after(self._unpacked)
             arrived = transport.mark()
         transport.after(arrived)

@@ -120,7 +120,7 @@ class Collectives:
                 SlotLayout(spec), self.rank, smallest_piece=chosen.piece_nbytes, multicast_nbytes=multicast_nbytes
             )
         try:
-            self._slot = self._pool.add(self._gather.layout.nbytes, spec.digest, "the slot of Collectives")
+            self._slot = self._pool.add(self._gather.slot_nbytes, spec.digest, "the slot of Collectives")
             if self._nodes is None:
                 self._ring = self._pool.ring(chunk_for([spec], RING_CHUNK_NBYTES), RING_DEPTH, spec.digest)
             else:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tide_triton.hierarchical_reduce import HierarchicalReduceScatter
-from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, Topology, block_sizes
+from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, Topology, block_sizes, pack
 from tide_triton.layouts.pacing import gather_pacing, pacing_for, rings_nbytes
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.windows import Slot, SlotPool
@@ -24,6 +24,10 @@ class ManyNodes:
         self.wire = wire
         self._nbytes, self._depth = chunk_nbytes, depth
         self._rings: tuple[Slot, Pacing] | None = None
+
+    def slot_nbytes(self, layout: SlotLayout) -> int:
+        """Bytes of a slot for a group that is laid out so."""
+        return pack(layout, self.topology).slot_nbytes
 
     def gatherer(self, layout: SlotLayout, rank: int, smallest_piece: int | None = None) -> RailAllGather:
         """The all-gather of one group on rank `rank`. smallest_piece: as for `AllGather`, the same on all ranks."""

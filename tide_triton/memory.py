@@ -160,7 +160,7 @@ def plan_memory(
         raise SpecError(f"layers must be 1 to {model.layers} ({model.name} has no more), got {layers}")
     world = topology.world_size
     block, root = block_spec(model, world, _WIRE), root_spec(model, world)
-    step = Step(GroupBytes.of(block), GroupBytes.of(root), layers, model.vocab > 0)
+    step = Step(GroupBytes.of(block, topology), GroupBytes.of(root, topology), layers, model.vocab > 0)
     uses = [GroupUse(f"block {number}", step.block.slot, 0) for number in range(layers)]
     slot_nbytes = assign([*uses, GroupUse("root", step.root.slot, None)], PREFETCH, slots).slot_nbytes
 

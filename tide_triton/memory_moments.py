@@ -10,7 +10,8 @@ group's parameters, padded as torch.chunk pads:
 | shards            | 4 n / W       | every variant, always                                                           |
 | optimizer         | 8 n / W       | every variant, always                                                           |
 | sharded_gradients | 4 n / W       | every variant, from the group's reduction until the optimizer has stepped       |
-| slots             | 2 n, aligned  | TIDE: each slot always, whichever group uses it                                 |
+| slots             | 2 n, aligned  | TIDE: each slot always, whichever group uses it; over several nodes with areas  |
+|                   |               | of what is packed                                                               |
 | ring              |               | TIDE without slot_reuse or over several nodes, always: gradients on their way,  |
 |                   |               | of fixed size; over nodes also the staging of what is put from elsewhere        |
 | flags             |               | TIDE, always: counters of every peer in front of every window                   |
@@ -30,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, shard
+from tide_triton.layouts import GroupSpec, LandingLayout, SlotLayout, Topology, pack, shard
 from tide_triton.layouts.ring import RingLayout
 
 Item = Literal[
@@ -71,8 +72,8 @@ class GroupBytes:
     gradients: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: GroupSpec) -> "GroupBytes":
-        """Of the group `spec`, whose dtypes are those on the wire."""
+    def of(cls, spec: GroupSpec, topology: Topology | None = None) -> "GroupBytes":
+        """Of the group `spec`, whose dtypes are those on the wire. topology: None for one node."""
         shards = [shard(tensor, spec.world_size, 0) for tensor in spec.tensors]
         fp32, cast = sum(s.padded_numel * _FP32 for s in shards), sum(s.padded_nbytes for s in shards)
         gradients = tuple(tensor.nbytes for tensor in spec.tensors)
@@ -81,7 +82,7 @@ class GroupBytes:
             padded_nbytes=cast * spec.world_size,
             shard=fp32,
             cast=cast,
-            slot=SlotLayout(spec).nbytes,
+            slot=pack(SlotLayout(spec), topology or Topology(1, spec.world_size)).slot_nbytes,
             reduce_input=fp32 * spec.world_size,
             gradients=gradients,
         )

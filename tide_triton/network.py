@@ -6,7 +6,18 @@ Figures are of one GPU, that with the largest shards, and of one gather or reduc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_triton.layouts import GroupSpec, Hierarchy, Load, Pacing, Topology, gather_load, reduce_load, shard
+from tide_triton.layouts import (
+    GroupSpec,
+    Hierarchy,
+    Load,
+    Pacing,
+    SlotLayout,
+    Topology,
+    gather_load,
+    pack,
+    reduce_load,
+    shard,
+)
 from tide_triton.layouts.pacing import gather_pacing, pacing_for
 
 #: The dtype of parameters and gradients on the wire.
@@ -49,6 +60,6 @@ def plan_network(
         in_gather,
         in_reduction,
         hierarchy.partial_dtype,
-        gather_load(topology, block_nbytes, in_gather),
+        gather_load(topology, block_nbytes, in_gather, pack(SlotLayout(block), topology).areas_nbytes),
         reduce_load(hierarchy, sum(own.numel for own in shards)),
     )

@@ -5,12 +5,14 @@
 
 `layouts.queues` says who puts which chunk when, and what each put waits for; here puts, signals and waits make it
 happen. Every chunk lies at its final place wherever it comes to, so that it is put on from there, and each byte crosses
-each link once.
+each link once. What lies in many short runs crosses the rail packed (`layouts.packing`), is put on to other nodes as it
+is, and goes from there to its places in the slots of its node.
 
     lane      what runs in it
     cast      the cast of the shards into the own slot
     rail      the rail's queue: waits for what the rail has brought before, and for acknowledgements
     gather    the node's queue: likewise; and the end, when everything has landed
+    unpack    what is packed goes to its places in the own slot
     signals   what tells other nodes what has been put, so that the rail's next put need not wait for that
     receipts, local_receipts    acknowledgements of what has landed from other nodes, and from this one
 
@@ -19,6 +21,7 @@ A transport without lanes goes through both queues one after the other, puts and
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
@@ -40,11 +43,14 @@ from tide_triton.layouts import (
     cut,
     gather_copies,
     in_turn,
+    landing,
     local_queue,
     local_receipts,
+    pack,
     rail_queue,
     rail_receipts,
 )
+from tide_triton.layouts.packing import RUN_NBYTES
 from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn, chunks_of_each
 from tide_triton.programs import Programs
@@ -52,11 +58,11 @@ from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane, Mark, Put
 from tide_triton.windows import Slot
 
-#: Bytes that cross a link in the time that a put takes beside its own, about.
-_TINY_NBYTES: Final = 1 << 20
-
 _RECEIPTS: Final[Mapping[Lane, Lane]] = {"rail": "receipts", "gather": "local_receipts"}
 
+#: Copies of a chunk, by piece of the own part; and chunks of a block.
+_Chunk = tuple[tuple[int, tuple[Copy, ...]], ...]
+_Chunks = tuple[_Chunk, ...]
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
 #: What a step puts, each after a piece of the own part; nothing for a receipt.
 _Puts = tuple[tuple[int, Put], ...]
@@ -67,6 +73,7 @@ class RailAllGather(AllGather):
 
     pacing: chunks, and how many are under way at once; they are made larger where a turn could not count them.
     smallest_piece: as for `AllGather`, and the same on all ranks: blocks go in the order of pieces.
+    run_nbytes: as for `layouts.pack`, and the same on all ranks.
 
     Raises SpecError where the topology has other ranks than the layout.
     """
@@ -79,15 +86,24 @@ class RailAllGather(AllGather):
         pacing: Pacing,
         *,
         smallest_piece: int | None = None,
+        run_nbytes: int = RUN_NBYTES,
     ) -> None:
         if topology.world_size != layout.spec.world_size:
             raise SpecError(
                 f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
                 f"{layout.spec.world_size} ranks"
             )
-        super().__init__(layout, rank, smallest_piece=smallest_piece, tiny=_TINY_NBYTES)
+        self.packing = pack(layout, topology, run_nbytes)
+        # What is packed comes first: its put takes the time that a put takes while there is nothing else to put.
+        super().__init__(layout, rank, smallest_piece=smallest_piece, apart=self.packing.indices)
+        for index, region in self.packing.packed(rank).items():
+            self.regions[index] = region
         sizes = block_sizes(layout)
         self.topology = topology
+        self.slot_nbytes = self.packing.slot_nbytes
+        self._is_packed = frozenset(self.packing.indices)
+        #: The last piece with anything packed in it.
+        self._packed_piece = max((n for n, piece in enumerate(self._pieces) if self._is_packed & set(piece)), default=0)
         self.pacing = countable(pacing, topology, max(sizes))
         arguments = (topology, rank, sizes, self.pacing)
         rail, local = rail_queue(*arguments), local_queue(*arguments)
@@ -96,12 +112,24 @@ class RailAllGather(AllGather):
             "gather": in_turn(local, local_receipts(*arguments)),
         }
         self._sources = {wait.rank: wait.count for wait in arrivals(*arguments)}
-        #: By block and chunk: its copies, those of the own part by the piece that they wait for.
-        self._chunks = {block: self._parts(block) for block in topology.rail(topology.gpu(rank))}
+        blocks = topology.rail(topology.gpu(rank))
+        #: By lane, block and chunk: its copies, those of the own part by the piece that they wait for.
+        self._chunks: dict[Lane, dict[int, _Chunks]] = {
+            "rail": {block: self._parts(block, self.packing.across(block)) for block in blocks},
+            "gather": {block: self._parts(block, self.packing.unpacks(block)) for block in blocks},
+        }
+        #: What says that a block's packed part has come over the rail; None for this rank's own.
+        self._packed: dict[int, Wait | None] = {}
+        for block in blocks:
+            chunks = [chunk for chunk, parts in enumerate(self._chunks["rail"][block]) if self._has_packed(parts)]
+            if chunks:
+                self._packed[block] = landing(*arguments, block, max(chunks))
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
         self.rail_nbytes = sum(put.nbytes for put in rail.puts)
         self.local_nbytes = sum(put.nbytes for put in local.puts)
-        self._prepared: Programs[dict[Lane, list[_Puts]]] = Programs()
+        #: Bytes that it unpacks.
+        self.packed_nbytes = sum(self.packing.area(block).nbytes for block in blocks)
+        self._prepared: Programs[_Program] = Programs()
         self._fills: Programs[list[tuple[Prepared | None, Put | None]]] = Programs()
 
     def start(
@@ -123,11 +151,12 @@ class RailAllGather(AllGather):
                     if own is not None:
                         transport.put(own)
                     filled.append(transport.mark())
-            puts = self._prepared.get(slot, lambda: self._prepare_all(slot), _are_reusable)
+            program = self._prepared.get(slot, lambda: self._prepare_all(slot), lambda program: program.is_reusable)
             with transport.lane("rail"):
-                self._run(paced, "rail", puts["rail"], filled)
+                self._run(paced, "rail", program.puts["rail"], filled)
                 sent = transport.mark()
-            self._run(paced, "gather", puts["gather"], filled)
+            self._run(paced, "gather", program.puts["gather"], filled)
+            unpacked = self._unpack(paced, program.unpacks, filled)
             if filled:
                 transport.after(filled[-1])
             # The next turn's credits come after this lane, and what the rail reads must not be overwritten.
@@ -138,8 +167,27 @@ class RailAllGather(AllGather):
         if filled:
             transport.after(filled[-1])
         traffic.wire_bytes += self.rail_nbytes + self.local_nbytes
+        traffic.layout_copy_bytes += self.packed_nbytes
         traffic.zero_copy += 1
-        return Gathering(paced.turn)
+        return Gathering(paced.turn, unpacked)
+
+    def _unpack(self, paced: PacedTurn, unpacks: Mapping[int, Put], filled: Sequence[Mark | None]) -> Mark | None:
+        """Put what is packed at its places, once it is there. Returns the mark of it; None where nothing is."""
+        if not unpacks:
+            return None
+        slot = paced.turn.slot
+        # Not in the current lane, nor after it: the next turns' credits would wait for all of this one.
+        with slot.transport.lane("unpack", joined=False):
+            for block, put in unpacks.items():
+                landed = self._packed[block]
+                if landed is None:
+                    slot.transport.after(filled[self._packed_piece])
+                else:
+                    paced.wait("unpack", landed)
+                slot.transport.put(put)
+            unpacked = slot.transport.mark()
+        slot.read_until(unpacked)
+        return unpacked
 
     def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_Puts], filled: Sequence[Mark | None]) -> None:
         """The steps of `lane`, which is the current one. puts: by step. filled: by piece of the own part."""
@@ -164,9 +212,13 @@ class RailAllGather(AllGather):
             with transport.lane("signals") if lane == "rail" else nullcontext():
                 paced.publish(put.peer, put.number)
 
-    def _parts(self, block: int) -> tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]:
-        """By chunk of `block`, its copies by the piece of the own part that they wait for."""
-        by_piece = [gather_copies(self.layout, block, piece) for piece in self._pieces]
+    def _parts(self, block: int, packed: Sequence[Copy]) -> _Chunks:
+        """The chunks of `block`: what goes from place to place, and `packed` after the last piece with any of that."""
+        by_piece = [
+            gather_copies(self.layout, block, [i for i in piece if i not in self._is_packed]) for piece in self._pieces
+        ]
+        if packed:
+            by_piece[self._packed_piece] += tuple(packed)
         piece_of = [number if block == self.rank else 0 for number, copies in enumerate(by_piece) for _ in copies]
         chunks = cut([copy for copies in by_piece for copy in copies], self.pacing.chunk_nbytes)
         return tuple(
@@ -177,21 +229,27 @@ class RailAllGather(AllGather):
             for chunk in chunks
         )
 
+    def _has_packed(self, parts: _Chunk) -> bool:
+        return any(copy.src_offset >= self.layout.nbytes for _, copies in parts for copy in copies)
+
     # --- what is prepared ---
 
-    def _prepare_all(self, slot: Slot) -> dict[Lane, list[_Puts]]:
+    def _prepare_all(self, slot: Slot) -> "_Program":
         memory, transport = slot.window.memory, slot.transport
 
-        def prepare(step: tuple[ChunkPut, Wait | None] | Receipt) -> _Puts:
+        def put(peer: int, copies: Sequence[Copy]) -> Put:
+            return transport.prepare(slot.window, peer, [(memory, copy) for copy in copies])
+
+        def prepare(lane: Lane, step: tuple[ChunkPut, Wait | None] | Receipt) -> _Puts:
             if isinstance(step, Receipt):
                 return ()
-            put, _ = step
-            return tuple(
-                (piece, transport.prepare(slot.window, put.peer, [(memory, copy) for copy in copies]))
-                for piece, copies in self._chunks[put.block][put.chunk]
-            )
+            chunk = self._chunks[lane][step[0].block][step[0].chunk]
+            return tuple((piece, put(step[0].peer, copies)) for piece, copies in chunk)
 
-        return {lane: [prepare(step) for step in steps] for lane, steps in self._steps.items()}
+        return _Program(
+            {lane: [prepare(lane, step) for step in steps] for lane, steps in self._steps.items()},
+            {block: put(self.rank, self.packing.unpacks(block)) for block in self._packed},
+        )
 
     def _fills_of(
         self, slot: Slot, shards: Sequence[torch.Tensor], kept: CastShards | None
@@ -208,6 +266,19 @@ class RailAllGather(AllGather):
         return self._fills.get(fill_key(slot, shards, kept), prepare, are_reusable)
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """puts: by lane and step. unpacks: by block."""
+
+    puts: dict[Lane, list[_Puts]]
+    unpacks: dict[int, Put]
+
+    @property
+    def is_reusable(self) -> bool:
+        puts = [put for of_lane in self.puts.values() for parts in of_lane for _, put in parts]
+        return all(put.is_reusable for put in (*puts, *self.unpacks.values()))
+
+
 def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
     """`pacing`, with chunks so large that a turn can count those of a block of `nbytes` bytes from every node.
 
@@ -215,7 +286,3 @@ def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
     """
     most = chunks_of_each(topology.nodes)
     return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)
-
-
-def _are_reusable(puts: dict[Lane, list[_Puts]]) -> bool:
-    return all(put.is_reusable for of_lane in puts.values() for parts in of_lane for _, put in parts)

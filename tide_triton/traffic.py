@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 class Traffic:
     """Counts of one collective of one group on one rank.
 
-    zero_copy: calls that copied no layout; `reused` of them moved nothing at all: what they gather was still there.
+    zero_copy: calls that went straight from place to place; `reused` of them moved nothing at all: what they gather was
+        still there.
     wire_bytes: bytes this rank sent to others; `multicast_bytes` of them to all at once, counted once.
-    layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths.
+    layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths within a
+        node, and over several nodes what is packed for the rail.
     fallback_reasons: how often each reason sent a call to the stock collective.
     early: reductions whose gradients were sent as autograd produced them.
     in_slot: gradients that were written into the slot, over the weight that they are the gradient of.

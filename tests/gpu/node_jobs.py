@@ -86,7 +86,7 @@ def _noise(tensor: TensorSpec, seed: int, device: torch.device) -> torch.Tensor:
 
 
 def parity(rank: int, world: int, transport: str, setting: str) -> tuple[bool, bool, int, int, str]:
-    """Whether stock repeats itself, whether TIDE equals it; TIDE's fallbacks, layout-copy bytes and transport."""
+    """Whether stock repeats itself, whether TIDE equals it; TIDE's fallbacks, copies in reductions, transport."""
     options = {**SETTINGS[setting]}
     attach = {"nodes": world, **options.pop("attach", {})}
     stock, _ = jobs.train(rank, None, **options)
@@ -95,8 +95,7 @@ def parity(rank: int, world: int, transport: str, setting: str) -> tuple[bool, b
     same = all(torch.equal(a, b) for a, b in zip(stock, tide, strict=True))
     repeats = all(torch.equal(a, b) for a, b in zip(stock, again, strict=True))
     fallbacks = report.gather.fallback + report.reduce.fallback
-    copied = report.gather.layout_copy_bytes + report.reduce.layout_copy_bytes
-    return repeats, same, fallbacks, copied, report.transport
+    return repeats, same, fallbacks, report.reduce.layout_copy_bytes, report.transport
 
 
 def engines(rank: int, world: int, transport: Any) -> tuple[list[str], int]:

@@ -107,7 +107,12 @@ class Domain:
         return self.options.switch_sums and self.transport.multicasts
 
     def slot_nbytes(self, layout: SlotLayout) -> int:
-        """Bytes of a slot for a group that is laid out so: also for the gradients that a switch sums in it."""
+        """Bytes of a slot for a group that is laid out so, with all else that goes through it.
+
+        That is what crosses nodes packed, and gradients that a switch sums.
+        """
+        if self._nodes is not None:
+            return self._nodes.slot_nbytes(layout)
         return max(layout.nbytes, SwitchLayout(layout.spec).nbytes) if self.sums_by_switch else layout.nbytes
 
     @property

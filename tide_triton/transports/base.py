@@ -34,7 +34,7 @@ VACATED: Final = 5
 COUNTERS: Final = 6
 
 #: What runs beside the caller, each in an order of its own.
-Lane = Literal["gather", "cast", "reduce", "sum", "rail", "signals", "receipts", "local_receipts", "final"]
+Lane = Literal["gather", "cast", "reduce", "sum", "rail", "signals", "receipts", "local_receipts", "unpack", "final"]
 
 
 class Mark(Protocol):

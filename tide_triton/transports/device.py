@@ -13,6 +13,7 @@ rank's memory: no SM takes part.
     signals   WRITTEN of what an all-gather has put to other nodes           the rail, chunk by chunk
     receipts  acknowledgements of what an all-gather's rail has brought      WRITTEN, chunk by chunk
     local_receipts   and of what has come from the own node                  WRITTEN, chunk by chunk
+    unpack    copies of what has come packed from other nodes to its places  WRITTEN, block by block
     final     the sums of what other nodes have put                          WRITTEN, chunk by chunk
 """
 

@@ -9,7 +9,8 @@ few pieces do, if each is in proportion to its neighbour:
                                            is summed while the one after it travels
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Final
 
 from tide_triton.layouts.ranges import Range
@@ -24,38 +25,35 @@ REDUCE_GROWTH: Final = 1.25
 CUT: Final = 1024
 
 
-def gather_pieces(layout: SlotLayout, smallest: int | None, apart: Iterable[int] = ()) -> tuple[tuple[int, ...], ...]:
-    """Indices of a group's tensors in the order in which they are cast and put, by piece, smallest tensors first.
+def gather_pieces(layout: SlotLayout, smallest: int | None, last: Iterable[int] = ()) -> tuple[tuple[int, ...], ...]:
+    """Indices of a group's tensors in the order in which they are cast and put, by piece.
+
+    The smallest make the first piece. Each further one begins with the largest that are no more than its share: puts
+    that begin while others are cast take longest, and so they are few.
 
     smallest: bytes of a rank's shards that the first piece has at least; None for one piece of everything.
-    apart: tensors that are a piece by themselves, before all others.
+    last: tensors that the last piece begins with.
     """
     world = layout.spec.world_size
     sizes = [shard(tensor, world, 0).padded_nbytes for tensor in layout.spec.tensors]
     if smallest is None:
         return (tuple(range(len(sizes))),) if sizes else ()
-    first = tuple(apart)
-    rest = sorted(set(range(len(sizes))) - set(first), key=lambda index: (sizes[index], index))
-    return ((first,) if first else ()) + _growing(rest, sizes, smallest)
-
-
-def _growing(order: Iterable[int], sizes: Sequence[int], smallest: int) -> tuple[tuple[int, ...], ...]:
-    """Tensors in `order`, by piece: the first of at least `smallest` bytes, each further one `GATHER_GROWTH` larger.
-
-    sizes: bytes of every tensor.
-    """
+    at_the_end = tuple(last)
+    left = sorted(set(range(len(sizes))) - set(at_the_end), key=lambda index: (sizes[index], index))
     pieces: list[tuple[int, ...]] = []
     filling: list[int] = []
     filled, wanted = 0, float(smallest)
-    for index in order:
+    while left:
+        fitting = bisect_right(left, wanted - filled, key=sizes.__getitem__)
+        index = left.pop(fitting - 1 if pieces and fitting else 0)
         filling.append(index)
         filled += sizes[index]
-        if filled >= wanted:
+        if filled >= wanted or not left:
             pieces.append(tuple(filling))
             wanted = filled * GATHER_GROWTH
             filling, filled = [], 0
-    if filling:
-        pieces.append(tuple(filling))
+    if at_the_end:
+        pieces.append((*at_the_end, *(pieces.pop() if pieces else ())))
     return tuple(pieces)
 
 

@@ -1,10 +1,11 @@
 """Where a group's tensors lie in a slot, and where its gradient slices land in one.
 
-A slot holds every tensor of a group unsharded and contiguous, one after the other, each aligned:
+A slot holds every tensor of a group unsharded and contiguous, one after the other, each aligned, and those that are
+sharded alike side by side, so that a rank's shards of them are equally far apart:
 
-    offset 0             256-aligned          256-aligned
-    | w0: (7, 3) bf16    | w1: (64, 64) bf16  | w2 ...
-    | r0 | r1 | r2 | pad |  r0  |  r1  |  r2  |
+    offset 0             256-aligned          256-aligned         256-aligned
+    | w0: (7, 3) bf16    | w2: (7, 3) bf16    | w1: (64, 64) bf16  | w3 ...
+    | r0 | r1 | r2 | pad | r0 | r1 | r2 | pad |  r0  |  r1  |  r2  |
 
 A rank's shard lies at its final place, so an all-gather is a copy of that region from the own slot to the same offsets
 of every other rank's. What `padded_nbytes` reserves past a tensor's end (torch.chunk's padding) is never written.
@@ -37,6 +38,15 @@ def _check_alignment(alignment: int) -> None:
         raise SpecError(f"alignment must be a power of two >= 16, got {alignment!r}")
 
 
+def _side_by_side(spec: GroupSpec) -> list[int]:
+    """Indices of the tensors of `spec` in the order in which they lie: those alike after the first of them."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for index, tensor in enumerate(spec.tensors):
+        cut_so = tensor.outer, tensor.shape[tensor.shard_dim], tensor.inner * tensor.itemsize
+        alike.setdefault(cut_so, []).append(index)
+    return [index for indices in alike.values() for index in indices]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """One tensor in a slot: `nbytes` at `offset`, with `padded_nbytes` reserved for it."""
@@ -49,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Places of a group's tensors in a slot, parameter-contiguous and aligned."""
+    """Places of a group's tensors in a slot, parameter-contiguous and aligned; in the order of the spec."""
 
     spec: GroupSpec
     alignment: int = ALIGNMENT
@@ -59,20 +69,18 @@ class SlotLayout:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        places, offset = [], 0
-        for tensor in self.spec.tensors:
+        places, offset = {}, 0
+        for index in _side_by_side(self.spec):
+            tensor = self.spec.tensors[index]
             padded = shard(tensor, self.spec.world_size, 0).padded_nbytes * self.spec.world_size
-            places.append(Place(tensor, offset, tensor.nbytes, padded))
+            places[index] = Place(tensor, offset, tensor.nbytes, padded)
             offset = align(offset + padded, self.alignment)
-        return tuple(places)
+        return tuple(places[index] for index in range(len(places)))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the slot, a multiple of the alignment."""
-        if not self.places:
-            return 0
-        last = self.places[-1]
-        return align(last.offset + last.padded_nbytes, self.alignment)
+        return align(max((place.offset + place.padded_nbytes for place in self.places), default=0), self.alignment)
 
     def region(self, index: int, rank: int) -> Region:
         """Where rank `rank`'s shard of tensor `index` lies in the slot, in bytes."""
@@ -111,18 +119,17 @@ class LandingLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor's first segment starts, in bytes."""
-        offsets, offset = [], 0
-        for stride in self.strides:
-            offsets.append(offset)
-            offset = align(offset + stride * self.spec.world_size, self.alignment)
-        return tuple(offsets)
+        offsets, offset = {}, 0
+        for index in _side_by_side(self.spec):
+            offsets[index] = offset
+            offset = align(offset + self.strides[index] * self.spec.world_size, self.alignment)
+        return tuple(offsets[index] for index in range(len(offsets)))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the landing, a multiple of the alignment."""
-        if not self.offsets:
-            return 0
-        return align(self.offsets[-1] + self.strides[-1] * self.spec.world_size, self.alignment)
+        ends = (o + s * self.spec.world_size for o, s in zip(self.offsets, self.strides, strict=True))
+        return align(max(ends, default=0), self.alignment)
 
     def segment(self, index: int, source: int, owner: int) -> Region:
         """Where rank `source`'s slice of tensor `index` lands with its owner: contiguous, without padding.

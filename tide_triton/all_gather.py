@@ -86,7 +86,7 @@ class AllGather:
     """The all-gather of one group on rank `rank`: what moves, whatever slot it moves through.
 
     smallest_piece: bytes of the first piece, for a transport on which casts and puts overlap; None for one piece.
-    apart: tensors that are a piece by themselves, before all others.
+    last: tensors that the last piece begins with.
     multicast_nbytes: pieces of which this rank puts up to so many bytes are multicast on a transport that does, without
     shards of several rows in the slot, and unless a CUDA graph is captured; None for none. Ranks may differ in it.
     """
@@ -97,7 +97,7 @@ class AllGather:
         rank: int,
         *,
         smallest_piece: int | None = None,
-        apart: Sequence[int] = (),
+        last: Sequence[int] = (),
         multicast_nbytes: int | None = None,
     ) -> None:
         self.layout = layout
@@ -106,7 +106,7 @@ class AllGather:
         #: Where this rank's shards lie in a slot, and of which dtype they are there.
         self.regions = [layout.region(index, rank) for index in range(len(layout.places))]
         self.dtypes = [DTYPES[place.tensor.dtype] for place in layout.places]
-        self._pieces = gather_pieces(layout, smallest_piece, apart)
+        self._pieces = gather_pieces(layout, smallest_piece, last)
         #: What this rank puts to each peer, from its own slot, by piece.
         self.copies = tuple(gather_copies(layout, rank, piece) for piece in self._pieces)
         #: Bytes of a slot that this gather may go through.

@@ -55,6 +55,10 @@ class PacedTurn:
         refuse_capture(slot.transport, what)
         self._transport = slot.transport
         self._window = slot.window
+        slot.settle()
+        slot.await_vacant()
+        #: From here on, this rank may write into its own slot.
+        self.vacant = slot.transport.mark()
         self.turn = slot.open(what, sources=sources)
         #: By lane and word: up to where it has waited, which need not be waited for again.
         self._reached: dict[tuple[Lane, str, int], int] = defaultdict(int)

@@ -19,6 +19,7 @@ is, and goes from there to its places in the slots of its node.
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -94,16 +95,13 @@ class RailAllGather(AllGather):
                 f"{layout.spec.world_size} ranks"
             )
         self.packing = pack(layout, topology, run_nbytes)
-        # What is packed comes first: its put takes the time that a put takes while there is nothing else to put.
-        super().__init__(layout, rank, smallest_piece=smallest_piece, apart=self.packing.indices)
+        super().__init__(layout, rank, smallest_piece=smallest_piece, last=self.packing.indices)
         for index, region in self.packing.packed(rank).items():
             self.regions[index] = region
         sizes = block_sizes(layout)
         self.topology = topology
         self.slot_nbytes = self.packing.slot_nbytes
         self._is_packed = frozenset(self.packing.indices)
-        #: The last piece with anything packed in it.
-        self._packed_piece = max((n for n, piece in enumerate(self._pieces) if self._is_packed & set(piece)), default=0)
         self.pacing = countable(pacing, topology, max(sizes))
         arguments = (topology, rank, sizes, self.pacing)
         rail, local = rail_queue(*arguments), local_queue(*arguments)
@@ -124,6 +122,8 @@ class RailAllGather(AllGather):
             chunks = [chunk for chunk, parts in enumerate(self._chunks["rail"][block]) if self._has_packed(parts)]
             if chunks:
                 self._packed[block] = landing(*arguments, block, max(chunks))
+        #: How often it puts to each other rank over its rail.
+        self._puts_to = Counter(put.peer for put in rail.puts)
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
         self.rail_nbytes = sum(put.nbytes for put in rail.puts)
         self.local_nbytes = sum(put.nbytes for put in local.puts)
@@ -144,7 +144,9 @@ class RailAllGather(AllGather):
         with transport.lane("gather"):
             paced = PacedTurn(slot, f"all-gather of {what}", self._sources)
             filled: list[Mark | None] = []
-            with transport.lane("cast"):
+            with transport.lane("cast", joined=False):
+                # Not after what tells others that the slot is vacant, which takes its time over a network.
+                transport.after(paced.vacant)
                 for cast, own in self._fills_of(slot, shards, kept):
                     if cast is not None:
                         cast(transport.stream)
@@ -181,7 +183,7 @@ class RailAllGather(AllGather):
             for block, put in unpacks.items():
                 landed = self._packed[block]
                 if landed is None:
-                    slot.transport.after(filled[self._packed_piece])
+                    slot.transport.after(filled[-1])
                 else:
                     paced.wait("unpack", landed)
                 slot.transport.put(put)
@@ -209,16 +211,18 @@ class RailAllGather(AllGather):
                     transport.after(filled[piece])
                     after = piece + 1
                 transport.put(part)
-            with transport.lane("signals") if lane == "rail" else nullcontext():
+            # The only put to a rank needs no other lane: nothing to that rank waits behind what tells it of this one.
+            with transport.lane("signals") if lane == "rail" and self._puts_to[put.peer] > 1 else nullcontext():
                 paced.publish(put.peer, put.number)
 
     def _parts(self, block: int, packed: Sequence[Copy]) -> _Chunks:
-        """The chunks of `block`: what goes from place to place, and `packed` after the last piece with any of that."""
+        """The chunks of `block`: what goes from place to place, and `packed` before the last piece of that."""
+        direct = [[index for index in piece if index not in self._is_packed] for piece in self._pieces]
         by_piece = [
-            gather_copies(self.layout, block, [i for i in piece if i not in self._is_packed]) for piece in self._pieces
+            [copy for index in piece for copy in gather_copies(self.layout, block, [index])] for piece in direct
         ]
         if packed:
-            by_piece[self._packed_piece] += tuple(packed)
+            by_piece[-1] = [*packed, *by_piece[-1]]
         piece_of = [number if block == self.rank else 0 for number, copies in enumerate(by_piece) for _ in copies]
         chunks = cut([copy for copies in by_piece for copy in copies], self.pacing.chunk_nbytes)
         return tuple(

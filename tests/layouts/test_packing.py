@@ -135,12 +135,12 @@ def test_what_is_packed_lies_side_by_side_by_size_and_is_unpacked_in_rows() -> N
     layout = layout_of(2, *[(4096,), (8192,)] * 50)
     packing = pack(layout, Topology(2, 1))
     assert packing.indices == (*range(0, 100, 2), *range(1, 100, 2))
-    pitch = layout.places[2].offset
+    second = layout.places[1].offset
     for rank in range(2):
         start = packing.area(rank).offset
         assert packing.unpacks(rank) == (
-            Copy(start, rank * 4096, 50, 4096, 4096, pitch),
-            Copy(start + 50 * 4096, layout.places[1].offset + rank * 8192, 50, 8192, 8192, pitch),
+            Copy(start, rank * 4096, 50, 4096, 4096, 8192),
+            Copy(start + 50 * 4096, second + rank * 8192, 50, 8192, 8192, 16384),
         )
 
 

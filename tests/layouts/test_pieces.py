@@ -26,7 +26,7 @@ def test_a_gathers_pieces_hold_every_tensor_once_the_smallest_first(spec: GroupS
     if smallest is None:
         assert len(pieces) == (1 if order else 0)
         return
-    assert all(size(one) <= size(following) for one, following in pairwise(order))
+    assert all(size(one) <= size(later) for piece in pieces[1:] for later in piece for one in pieces[0])
     sizes = [sum(map(size, piece)) for piece in pieces]
     assert all(following >= GATHER_GROWTH * one for one, following in pairwise(sizes[:-1]))
     assert len(pieces) <= 1 or sizes[0] >= smallest
@@ -78,9 +78,20 @@ def test_a_strided_shard_is_never_cut() -> None:
     assert reduce_pieces(landing, [0], 8, cut=1) == ((Range(0, 0, 24),),)
 
 
-def test_tensors_that_go_apart_are_the_first_piece() -> None:
-    sizes = (4, 400, 40, 4000, 2)
-    layout = SlotLayout(GroupSpec(2, tuple(TensorSpec(f"t{i}", (2 * n,), "bfloat16") for i, n in enumerate(sizes))))
-    assert gather_pieces(layout, 1, [2, 0]) == ((2, 0), (4,), (1,), (3,))
+def _in_elements(*sizes: int) -> SlotLayout:
+    """Of which each of two ranks has so many elements of two bytes."""
+    return SlotLayout(GroupSpec(2, tuple(TensorSpec(f"t{i}", (2 * n,), "bfloat16") for i, n in enumerate(sizes))))
+
+
+def test_the_last_piece_begins_with_what_is_to_come_last() -> None:
+    layout = _in_elements(4, 400, 40, 4000, 2)
+    assert gather_pieces(layout, 1, [2, 0]) == ((4,), (1,), (2, 0, 3))
     assert gather_pieces(layout, 1) == ((4,), (0, 2), (1,), (3,))
     assert gather_pieces(layout, None, [2, 0]) == ((0, 1, 2, 3, 4),)
+    assert gather_pieces(_in_elements(4, 2), 1, [1, 0]) == ((1, 0),)
+
+
+def test_a_piece_takes_the_largest_that_fit_before_others() -> None:
+    # 75 fit into the second, of three times 25; 225 into the third.
+    assert gather_pieces(_in_elements(25, 25, 25, 25, 70, 70, 25), 50) == ((0,), (5, 1), (4, 6, 3, 2))
+    assert gather_pieces(_in_elements(8, 8, 67, 67, 235, 235), 32) == ((0, 1), (2,), (3, 4), (5,))

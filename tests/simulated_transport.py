@@ -161,16 +161,23 @@ class SimulatedPut:
 class Cluster:
     """`world_size` ranks, their windows and their streams.
 
-    piece_nbytes, multicasts: as in `Transport`; the switch is emulated.
+    piece_nbytes, rails, multicasts: as in `Transport`; the switch is emulated.
     """
 
     def __init__(
-        self, world_size: int, *, in_order: bool = False, piece_nbytes: int | None = None, multicasts: bool = False
+        self,
+        world_size: int,
+        *,
+        in_order: bool = False,
+        piece_nbytes: int | None = None,
+        rails: tuple[Lane, ...] = ("rail",),
+        multicasts: bool = False,
     ) -> None:
         self.world_size = world_size
         self.multicasts = multicasts
         self.in_order = in_order
         self.piece_nbytes = piece_nbytes
+        self.rails = rails
         self.windows: list[list[SimulatedWindow]] = []
         self.streams: list[Stream] = []
         #: Memory that may be put from: uint8, by the address where it starts.
@@ -263,6 +270,7 @@ class SimulatedTransport:
         self.world_size = cluster.world_size
         self.device = torch.device("cpu")
         self.piece_nbytes = cluster.piece_nbytes
+        self.rails = cluster.rails
         self.multicasts = cluster.multicasts
         self.host = cluster.stream("host", self)
         self._streams: dict[str, Stream] = {}

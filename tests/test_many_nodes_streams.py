@@ -30,13 +30,13 @@ from tide_triton.kernels import accumulate
 from tide_triton.kernels.launch import Prepared
 from tide_triton.kernels.movable import Movable
 from tide_triton.kernels.tables import Launch, make_launch
-from tide_triton.layouts import GroupSpec, LandingLayout, Pacing, SlotLayout, TensorSpec, Topology, Wait
+from tide_triton.layouts import Copy, GroupSpec, LandingLayout, Pacing, SlotLayout, TensorSpec, Topology, Wait
 from tide_triton.layouts.pacing import rings_nbytes
 from tide_triton.paced import PacedTurn
 from tide_triton.rail_gather import RailAllGather
 from tide_triton.reducers import Reduction
 from tide_triton.traffic import Traffic
-from tide_triton.transports import Lane
+from tide_triton.transports import Lane, Mark
 from tide_triton.views import DTYPES, dtype_name
 from tide_triton.windows import Slot, SlotPool, Turn
 
@@ -136,7 +136,8 @@ class _Script:
         self.gather_pacing = Pacing(draw.choice([32, 96, 480]), self.pacing.depth)
         self.smallest_piece = draw.choice([None, 1, 24])
         self.run_nbytes = draw.choice([0, 8, 1 << 10])
-        self.cluster = Cluster(self.world, in_order=in_order)
+        rails: list[tuple[Lane, ...]] = [("rail",), ("rail", "second_rail")]
+        self.cluster = Cluster(self.world, in_order=in_order, rails=draw.choice(rails))
         self.ranks: dict[int, _Rank] = {}
         self.wrong: list[str] = []
         #: Of the memory of gradients and outputs.
@@ -321,6 +322,29 @@ def test_what_is_read_before_it_is_unpacked_shows() -> None:
 
     with on_streams(), mock.patch.object(rail_gather, "Gathering", gathering):
         assert any(_fails(topology, seed) for seed in range(3) for topology in TOPOLOGIES)
+
+
+def test_what_a_second_rail_has_not_yet_put_shows() -> None:
+    mark_of = SimulatedTransport.mark
+
+    def mark(self: SimulatedTransport) -> Mark | None:
+        return None if self._current.name == "second_rail" else mark_of(self)
+
+    with on_streams(), mock.patch.object(SimulatedTransport, "mark", mark):
+        assert any(_fails(topology, seed) for seed in range(4) for topology in TOPOLOGIES)
+
+
+def test_two_rails_share_a_chunk_in_its_order_and_about_by_half() -> None:
+    def copies(*sizes: int) -> tuple[Copy, ...]:
+        return tuple(Copy(0, 0, 1, size, size, size) for size in sizes)
+
+    chunk = ((0, copies(30)), (1, copies(60, 40)), (2, copies(5, 20)))
+    assert rail_gather.deal(chunk, 1) == (chunk,)
+    assert rail_gather.deal(chunk, 2) == (
+        ((0, copies(30)), (1, copies(40))),
+        ((1, copies(60)), (2, copies(5, 20))),
+    )
+    assert rail_gather.deal(((0, copies(7)),), 2) == (((0, copies(7)),), ())
 
 
 def test_without_credits_for_whole_turns_it_shows() -> None:

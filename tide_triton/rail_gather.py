@@ -11,6 +11,7 @@ is, and goes from there to its places in the slots of its node.
     lane      what runs in it
     cast      the cast of the shards into the own slot
     rail      the rail's queue: waits for what the rail has brought before, and for acknowledgements
+    second_rail    about half of each chunk, where the transport's puts go better on two lanes than on one
     gather    the node's queue: likewise; and the end, when everything has landed
     unpack    what is packed goes to its places in the own slot
     signals   what tells other nodes what has been put, so that the rail's next put need not wait for that
@@ -19,7 +20,7 @@ is, and goes from there to its places in the slots of its node.
 A transport without lanes goes through both queues one after the other, puts and receipts by turns (`queues.in_turn`).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,8 +66,9 @@ _RECEIPTS: Final[Mapping[Lane, Lane]] = {"rail": "receipts", "gather": "local_re
 _Chunk = tuple[tuple[int, tuple[Copy, ...]], ...]
 _Chunks = tuple[_Chunk, ...]
 _Steps = tuple[tuple[ChunkPut, Wait | None] | Receipt, ...]
-#: What a step puts, each after a piece of the own part; nothing for a receipt.
+#: What a step puts in a lane, each after a piece of the own part; and in all its lanes, nothing for a receipt.
 _Puts = tuple[tuple[int, Put], ...]
+_PutsByLane = dict[Lane, _Puts]
 
 
 class RailAllGather(AllGather):
@@ -155,14 +157,14 @@ class RailAllGather(AllGather):
                     filled.append(transport.mark())
             program = self._prepared.get(slot, lambda: self._prepare_all(slot), lambda program: program.is_reusable)
             with transport.lane("rail"):
-                self._run(paced, "rail", program.puts["rail"], filled)
-                sent = transport.mark()
+                sent = [*self._run(paced, "rail", program.puts["rail"], filled), transport.mark()]
             self._run(paced, "gather", program.puts["gather"], filled)
             unpacked = self._unpack(paced, program.unpacks, filled)
             if filled:
                 transport.after(filled[-1])
             # The next turn's credits come after this lane, and what the rail reads must not be overwritten.
-            transport.after(sent)
+            for mark in sent:
+                transport.after(mark)
         if kept is not None:
             kept.is_fresh = True
         # The shards have been read when the caller goes on: an optimizer may change them.
@@ -191,29 +193,43 @@ class RailAllGather(AllGather):
         slot.read_until(unpacked)
         return unpacked
 
-    def _run(self, paced: PacedTurn, lane: Lane, puts: Sequence[_Puts], filled: Sequence[Mark | None]) -> None:
-        """The steps of `lane`, which is the current one. puts: by step. filled: by piece of the own part."""
+    def _run(
+        self, paced: PacedTurn, lane: Lane, puts: Sequence[_PutsByLane], filled: Sequence[Mark | None]
+    ) -> list[Mark | None]:
+        """The steps of `lane`, which is the current one. Returns what else has been put beside it.
+
+        puts: by step. filled: by piece of the own part.
+        """
         transport, receipts = paced.turn.slot.transport, _RECEIPTS[lane]
-        after = 0
-        for step, prepared in zip(self._steps[lane], puts, strict=True):
+        after: dict[Lane, int] = defaultdict(int)
+        beside: dict[Lane, Mark | None] = {}
+        for step, by_lane in zip(self._steps[lane], puts, strict=True):
             if isinstance(step, Receipt):
                 with transport.lane(receipts, joined=False):
                     paced.wait(receipts, step.waits_for)
                     paced.acknowledge(step.source, step.number)
                 continue
             put, credit = step
-            paced.greet(lane, put.peer)
-            for wait in (put.waits_for, credit):
-                if wait is not None:
-                    paced.wait(lane, wait)
-            for piece, part in prepared:
-                if put.block == self.rank and piece >= after:
-                    transport.after(filled[piece])
-                    after = piece + 1
-                transport.put(part)
+            for where, parts in by_lane.items():
+                with nullcontext() if where == lane else transport.lane(where, joined=False):
+                    paced.greet(where, put.peer)
+                    for wait in (put.waits_for, credit):
+                        if wait is not None:
+                            paced.wait(where, wait)
+                    for piece, part in parts:
+                        if put.block == self.rank and piece >= after[where]:
+                            transport.after(filled[piece])
+                            after[where] = piece + 1
+                        transport.put(part)
+                    if where != lane:
+                        beside[where] = transport.mark()
             # The only put to a rank needs no other lane: nothing to that rank waits behind what tells it of this one.
             with transport.lane("signals") if lane == "rail" and self._puts_to[put.peer] > 1 else nullcontext():
+                for where in by_lane:
+                    if where != lane:
+                        transport.after(beside[where])
                 paced.publish(put.peer, put.number)
+        return [*beside.values()]
 
     def _parts(self, block: int, packed: Sequence[Copy]) -> _Chunks:
         """The chunks of `block`: what goes from place to place, and `packed` before the last piece of that."""
@@ -244,11 +260,16 @@ class RailAllGather(AllGather):
         def put(peer: int, copies: Sequence[Copy]) -> Put:
             return transport.prepare(slot.window, peer, [(memory, copy) for copy in copies])
 
-        def prepare(lane: Lane, step: tuple[ChunkPut, Wait | None] | Receipt) -> _Puts:
+        def prepare(lane: Lane, step: tuple[ChunkPut, Wait | None] | Receipt) -> _PutsByLane:
             if isinstance(step, Receipt):
-                return ()
+                return {}
             chunk = self._chunks[lane][step[0].block][step[0].chunk]
-            return tuple((piece, put(step[0].peer, copies)) for piece, copies in chunk)
+            lanes = transport.rails if lane == "rail" else (lane,)
+            return {
+                where: tuple((piece, put(step[0].peer, copies)) for piece, copies in dealt)
+                for where, dealt in zip(lanes, deal(chunk, len(lanes)), strict=True)
+                if dealt or where == lane
+            }
 
         return _Program(
             {lane: [prepare(lane, step) for step in steps] for lane, steps in self._steps.items()},
@@ -274,13 +295,30 @@ class RailAllGather(AllGather):
 class _Program:
     """puts: by lane and step. unpacks: by block."""
 
-    puts: dict[Lane, list[_Puts]]
+    puts: dict[Lane, list[_PutsByLane]]
     unpacks: dict[int, Put]
 
     @property
     def is_reusable(self) -> bool:
-        puts = [put for of_lane in self.puts.values() for parts in of_lane for _, put in parts]
+        steps = [by_lane for of_queue in self.puts.values() for by_lane in of_queue]
+        puts = [put for by_lane in steps for parts in by_lane.values() for _, put in parts]
         return all(put.is_reusable for put in (*puts, *self.unpacks.values()))
+
+
+def deal(chunk: _Chunk, lanes: int) -> tuple[_Chunk, ...]:
+    """The copies of `chunk` in `lanes` parts of about as many bytes, each in the order of the chunk."""
+    taken = [0] * lanes
+    parts: list[list[tuple[int, tuple[Copy, ...]]]] = [[] for _ in taken]
+    for piece, copies in chunk:
+        dealt: list[list[Copy]] = [[] for _ in taken]
+        for copy in copies:
+            lightest = taken.index(min(taken))
+            dealt[lightest].append(copy)
+            taken[lightest] += copy.nbytes
+        for part, own in zip(parts, dealt, strict=True):
+            if own:
+                part.append((piece, tuple(own)))
+    return tuple(map(tuple, parts))
 
 
 def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:

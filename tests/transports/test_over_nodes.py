@@ -130,9 +130,11 @@ class Case:
         self.library: Any
         if kind == "nccl_rma":
             self.library = Nccl()
-            transport._nccl = transport._second = self.library
-            self.of_rail = transport._communicator = Nccl()
-            transport._handles = {self.memories[0].data_ptr(): (self.memories, self.memories)}
+            transport._nccl = self.library
+            self.of_rails = Nccl(), Nccl()
+            transport._communicator, *others = *self.of_rails, self.library
+            transport._others = tuple(others)
+            transport._handles = {self.memories[0].data_ptr(): (self.memories,) * 3}
         else:
             self.library = transport._bindings = Nvshmem(self.memories, 0)
             transport._mapped = frozenset(range(4 if kind == "nvshmem" else 2))
@@ -264,18 +266,19 @@ def test_neighbours_in_the_staging_go_as_one_piece() -> None:
     assert len(batch.sizes) + len(batch.strided) == 2
 
 
-def test_each_lane_has_a_context_and_only_the_rails_is_of_the_first_communicator() -> None:
+def test_each_lane_has_a_context_and_each_rail_a_communicator() -> None:
     case = Case("nccl_rma", 256)
     transport: Any = case.transport
-    transport._streams = {"rail": object(), "receipts": object()}
+    transport._streams = {"rail": object(), "receipts": object(), "second_rail": object()}
     seen = []
     for stream in (None, *transport._streams.values()):
         transport._active = stream
-        case.library.contexts.clear()
-        case.of_rail.contexts.clear()
+        communicators = (*case.of_rails, case.library)
+        for communicator in communicators:
+            communicator.contexts.clear()
         transport.signal(case.window, 2, READY, 1)
-        seen.append((case.of_rail.contexts.copy(), case.library.contexts.copy()))
-    assert seen == [(set(), {0}), ({1}, set()), (set(), {2})]
+        seen.append(tuple(communicator.contexts.copy() for communicator in communicators))
+    assert seen == [(set(), set(), {0}), ({1}, set(), set()), (set(), set(), {2}), (set(), {3}, set())]
 
 
 def test_puts_that_leave_their_source_or_window_are_refused() -> None:

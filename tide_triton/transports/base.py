@@ -34,7 +34,19 @@ VACATED: Final = 5
 COUNTERS: Final = 6
 
 #: What runs beside the caller, each in an order of its own.
-Lane = Literal["gather", "cast", "reduce", "sum", "rail", "signals", "receipts", "local_receipts", "unpack", "final"]
+Lane = Literal[
+    "gather",
+    "cast",
+    "reduce",
+    "sum",
+    "rail",
+    "second_rail",
+    "signals",
+    "receipts",
+    "local_receipts",
+    "unpack",
+    "final",
+]
 
 
 class Mark(Protocol):
@@ -161,6 +173,11 @@ class Transport(Protocol):
     @property
     def piece_nbytes(self) -> int | None:
         """Bytes of the smallest piece in which collectives should go, None for all at once."""
+        ...
+
+    @property
+    def rails(self) -> tuple[Lane, ...]:
+        """Lanes in which puts to another node best go beside each other: "rail", and others where it gains by them."""
         ...
 
     def lane(self, name: Lane, *, joined: bool = True) -> AbstractContextManager[None]:

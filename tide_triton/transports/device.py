@@ -10,6 +10,7 @@ rank's memory: no SM takes part.
     reduce    credits, puts and signals of reduce-scatters                   the gradients
     sum       the sums of what has landed                                    WRITTEN, piece by piece
     rail      over several nodes: puts to other nodes                        what they wait for (`paced`)
+    second_rail    the same beside it, where a library's puts leave gaps       likewise
     signals   WRITTEN of what an all-gather has put to other nodes           the rail, chunk by chunk
     receipts  acknowledgements of what an all-gather's rail has brought      WRITTEN, chunk by chunk
     local_receipts   and of what has come from the own node                  WRITTEN, chunk by chunk
@@ -149,6 +150,7 @@ class DeviceTransport(abc.ABC):
     name: str
     #: Small enough that a cast before it or a sum after it hardly shows, large enough to be worth its overhead.
     piece_nbytes: int | None = 16 << 20
+    rails: tuple[Lane, ...] = ("rail",)
     #: Bytes from one counter to the next; the first four count.
     word_nbytes = 4
     #: Set by who makes it, before the first window, where every rank has no reason why not: symmetric memory is then

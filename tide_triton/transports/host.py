@@ -94,6 +94,7 @@ class HostTransport:
 
     #: Nothing overlaps here, so nothing is gained by pieces.
     piece_nbytes: int | None = None
+    rails: tuple[Lane, ...] = ("rail",)
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, *, emulate_switch: bool = False) -> None:
         self.device = torch.device("cpu")

@@ -18,8 +18,11 @@ each other, across streams, so a wait in one lane would hold up every put of the
 
 That last also binds puts: one that stands behind a credit holds up later puts of other lanes. Since all of it is in the
 order of the program, in which the host transport runs everything, nothing waits for itself; it costs overlap only. For
-the same reason the communicators are not torch's: its collectives would be in that order too. There are two of them,
-each with all windows: one for what the rail's lane puts, one for whatever other lanes put and raise.
+the same reason the communicators are not torch's: its collectives would be in that order too. There are three of them,
+each with all windows: one for each rail's lane, one for whatever other lanes put and raise.
+
+**Why two rails.** Between two puts of one lane the link is idle for 8 us, and for 20 to 30 while a kernel writes much:
+for a stream write, and the eight bytes of a signal. Another lane's put goes on meanwhile.
 
 Every put ends in a signal of NCCL's, since there is no put without one. They are counted up and never read.
 
@@ -50,7 +53,10 @@ _WORD_PITCH = 128
 #: Puts in one group, which must fit into the queues of NCCL's proxies together.
 _GROUP = 16
 
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+#: Lanes with a communicator of their own, which is that of their place; all others share one more.
+_RAILS: Final[tuple[Lane, ...]] = ("rail", "second_rail")
+
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, ...]]" = weakref.WeakKeyDictionary()
 
 
 class NcclRmaTransport(OverNodes, NcclTransport):
@@ -61,14 +67,16 @@ class NcclRmaTransport(OverNodes, NcclTransport):
 
     name = "nccl_rma"
     reserved_nbytes = CONTEXTS * _WORD_PITCH
+    rails = _RAILS
 
     def __init__(
         self, group: dist.ProcessGroup, rendezvous: Rendezvous, timeout_s: float, device: torch.device, nodes: int = 1
     ) -> None:
         self._span(nodes, rendezvous.world_size)
-        #: By the address of this rank's memory, its windows' handles in the two communicators.
-        self._handles: dict[int, tuple[Any, Any]] = {}
-        self._second: Any = None
+        #: By the address of this rank's memory, its windows' handles in each communicator.
+        self._handles: dict[int, tuple[Any, ...]] = {}
+        #: All but the first.
+        self._others: tuple[Any, ...] = ()
         super().__init__(group, rendezvous, timeout_s, device)
         try:
             self._open_staging()
@@ -81,10 +89,10 @@ class NcclRmaTransport(OverNodes, NcclTransport):
             return super()._communicate(group, rendezvous)
         known = rendezvous.exchange("yes" if group in _communicators else "", "looking for communicators")
         if not all(known):
-            _communicators[group] = self._new_communicator(rendezvous), self._new_communicator(rendezvous)
+            _communicators[group] = tuple(self._new_communicator(rendezvous) for _ in range(1 + len(_RAILS)))
         # Handles of windows pile up in the objects, so each transport has its own.
-        first, second = (self._nccl.Communicator(made.ptr) for made in _communicators[group])
-        self._second = second
+        first, *others = (self._nccl.Communicator(made.ptr) for made in _communicators[group])
+        self._others = tuple(others)
         return first
 
     def _new_communicator(self, rendezvous: Rendezvous) -> Any:
@@ -106,14 +114,18 @@ class NcclRmaTransport(OverNodes, NcclTransport):
 
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
         memory = super()._symmetric(nbytes)
-        if self._second is None:
+        if not self._others:
             return memory
-        first = memory.keep
-        assert isinstance(first, Registered)
-        second = Registered(self._register(self._second, memory.own), first)
-        self._handles = {address: both for address, both in self._handles.items() if both[0].is_valid}
-        self._handles[memory.addresses[self.rank]] = first.window, second.window
-        return replace(memory, keep=second)
+        last = memory.keep
+        assert isinstance(last, Registered)
+        handles = [last.window]
+        for communicator in self._others:
+            # Given back in the order opposite to that in which they were made.
+            last = Registered(self._register(communicator, memory.own), last)
+            handles.append(last.window)
+        self._handles = {address: known for address, known in self._handles.items() if known[0].is_valid}
+        self._handles[memory.addresses[self.rank]] = tuple(handles)
+        return replace(memory, keep=last)
 
     def _address(self, window: Any, peer: int) -> int:
         # What is never used need not be there: nothing of another node is reached by its address.
@@ -123,8 +135,9 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         return self._place(address, nbytes) is not None
 
     def _put_pieces(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], stream: int) -> None:
-        which = 0 if self._active is not None and self._active is self._streams.get("rail") else 1
-        communicator = (self._communicator, self._second)[which]
+        in_rails = (self._active is not None and self._active is self._streams.get(lane) for lane in _RAILS)
+        which = next((number for number, is_in in enumerate(in_rails) if is_in), len(_RAILS))
+        communicator = (self._communicator, *self._others)[which]
         handle, context = self._handles[window.addresses[self.rank]][which], self._context()
         for first in range(0, len(pieces), _GROUP):
             some = pieces[first : first + _GROUP]

@@ -397,6 +397,10 @@ class SimulatedTransport:
 
         self._current.push(Operation(f"signal {counter} = {value} of window {window.serial} to rank {peer}", happen))
 
+    def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
+        self.put(put)
+        self.signal(window, peer, counter, value)
+
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         assert isinstance(window, SimulatedWindow)
         words = window.counters[counter]

@@ -70,8 +70,7 @@ class Execution:
                 assert isinstance(work, SourcedPut)
                 peer = step.peer if isinstance(step, LocalPut) else step.owner
                 paced.greet(lane, peer)
-                self.transport.put(work.put)
-                paced.publish(peer, step.number)
+                paced.publish(peer, step.number, last=work.put)
                 return
             assert not isinstance(work, SourcedPut)
             if isinstance(step, FinalSum) and step.source != self.plan.rank:

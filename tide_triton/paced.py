@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from tide_triton.layouts import SpecError, Wait
-from tide_triton.transports import ACKNOWLEDGED, VACATED, WRITTEN, Lane, Mark, Transport
+from tide_triton.transports import ACKNOWLEDGED, VACATED, WRITTEN, Lane, Mark, Put, Transport
 from tide_triton.windows import PARTS, Slot
 
 _WORDS: Final[Mapping[str, int]] = {"landed": WRITTEN, "acknowledged": ACKNOWLEDGED, "vacated": VACATED}
@@ -85,9 +85,12 @@ class PacedTurn:
         """One more of what this rank itself waits for by `counter` is done."""
         self._marks[counter].append(self._transport.mark())
 
-    def publish(self, peer: int, count: int) -> None:
-        """Tell `peer` that `count` puts to it are there."""
-        self.turn.publish(peer, count)
+    def publish(self, peer: int, count: int, last: Put | None = None) -> None:
+        """Tell `peer` that `count` puts to it are there. last: what is put just before, if it has not been yet."""
+        if last is None:
+            self.turn.publish(peer, count)
+        else:
+            self._transport.put_and_signal(last, self._window, peer, WRITTEN, self.turn.number * PARTS + count)
 
     def acknowledge(self, peer: int, count: int) -> None:
         """Tell `peer` that `count` of its puts are here."""

@@ -210,6 +210,10 @@ class RailAllGather(AllGather):
                     paced.acknowledge(step.source, step.number)
                 continue
             put, credit = step
+            # The only put to a rank needs no other lane: nothing to that rank waits behind what tells it of this one.
+            tells_here = lane != "rail" or self._puts_to[put.peer] == 1
+            # Then the last of its parts is put together with what tells of it.
+            last = by_lane[lane][-1][1] if tells_here and len(by_lane) == 1 else None
             for where, parts in by_lane.items():
                 with nullcontext() if where == lane else transport.lane(where, joined=False):
                     paced.greet(where, put.peer)
@@ -220,15 +224,15 @@ class RailAllGather(AllGather):
                         if put.block == self.rank and piece >= after[where]:
                             transport.after(filled[piece])
                             after[where] = piece + 1
-                        transport.put(part)
+                        if part is not last:
+                            transport.put(part)
                     if where != lane:
                         beside[where] = transport.mark()
-            # The only put to a rank needs no other lane: nothing to that rank waits behind what tells it of this one.
-            with transport.lane("signals") if lane == "rail" and self._puts_to[put.peer] > 1 else nullcontext():
+            with nullcontext() if tells_here else transport.lane("signals"):
                 for where in by_lane:
                     if where != lane:
                         transport.after(beside[where])
-                paced.publish(put.peer, put.number)
+                paced.publish(put.peer, put.number, last)
         return [*beside.values()]
 
     def _parts(self, block: int, packed: Sequence[Copy]) -> _Chunks:

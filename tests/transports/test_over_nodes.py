@@ -242,6 +242,29 @@ def test_a_counter_of_any_rank_is_raised_where_that_rank_waits_for_it(kind: str,
 
 
 @pytest.mark.usefixtures("small_staging")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["in a window", "elsewhere"])
+def test_a_put_and_the_signal_after_it_are_as_one_after_the_other(kind: str, where: str) -> None:
+    copies = [Copy(3, 7, 1, 20, 20, 20), Copy(30, 100, 3, 5, 9, 11)]
+    results, calls = [], []
+    for at_once in (False, True):
+        case = Case(kind, 256)
+        case.window.memory.copy_(torch.arange(256, dtype=torch.uint8))
+        source = case.window.memory if where == "in a window" else torch.arange(100, dtype=torch.uint8)
+        put = case.transport.prepare(case.window, 2, [(source, copy) for copy in copies])
+        if at_once:
+            case.transport.put_and_signal(put, case.window, 2, WRITTEN, (1 << 32) + 9)
+        else:
+            case.transport.put(put)
+            case.transport.signal(case.window, 2, WRITTEN, (1 << 32) + 9)
+        results.append([memory.clone() for memory in case.memories])
+        calls.append(case.library.grouped if kind == "nccl_rma" else 0)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    if kind == "nccl_rma" and where == "in a window":
+        assert calls == [[4], [5]]
+
+
+@pytest.mark.usefixtures("small_staging")
 def test_over_a_network_every_filling_is_there_before_the_next_and_the_signal() -> None:
     case = Case("nvshmem over a network", 1024)
     source = torch.arange(200, dtype=torch.uint8)

@@ -154,6 +154,10 @@ class Transport(Protocol):
         """Raise `peer`'s `counter` of this rank to `value`, after everything put to it before."""
         ...
 
+    def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
+        """`put`, which is for `peer`, and then `signal`: at once where a library can."""
+        ...
+
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         """Until this rank's `counter` of `peer` is at least `value`.
 

@@ -259,6 +259,10 @@ class DeviceTransport(abc.ABC):
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
         self._raise(_own(window), peer, counter, value % _WORD)
 
+    def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
+        self.put(put)
+        self.signal(window, peer, counter, value)
+
     def _raise(self, window: DeviceWindow, peer: int, counter: int, value: int) -> None:
         """Set `peer`'s `counter` of this rank to the 32-bit `value`, in the order that is current."""
         self._engine.write(window.word(peer, self.rank, counter), value, self._current().cuda_stream)

@@ -182,6 +182,10 @@ class HostTransport:
         with self._fence:
             own.counters[peer][own.word(self.rank, counter)] = value
 
+    def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
+        self.put(put)
+        self.signal(window, peer, counter, value)
+
     def clear(self, window: Window, peer: int, counter: int) -> None:
         raise RuntimeError("the host transport takes part in no CUDA graph")
 

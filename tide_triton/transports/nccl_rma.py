@@ -40,10 +40,10 @@ import torch
 import torch.distributed as dist
 
 from tide_triton.errors import TideError
-from tide_triton.transports.base import Lane
+from tide_triton.transports.base import Lane, Put, Window
 from tide_triton.transports.device import DeviceWindow, SymmetricMemory
 from tide_triton.transports.nccl import NcclTransport, Registered
-from tide_triton.transports.over_nodes import OverNodes, Piece
+from tide_triton.transports.over_nodes import OverNodes, Piece, RemotePut
 from tide_triton.transports.rendezvous import Rendezvous
 
 #: One context a lane, and one for whatever runs in none.
@@ -145,13 +145,24 @@ class NcclRmaTransport(OverNodes, NcclTransport):
                 for piece in some:
                     communicator.put_signal(self._bytes(piece), peer, handle, piece.at, context=context, stream=stream)
 
+    def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
+        if not isinstance(put, RemotePut) or put.fillings:
+            super().put_and_signal(put, window, peer, counter, value)
+            return
+        assert put.window is window
+        # The word is written before the data go, and both are put in one call: the data are told of 3 us sooner.
+        self._put_with_word(put.window, peer, put.pieces, self._counter_at(put.window, counter), value % (1 << 32))
+
     def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
+        self._put_with_word(window, peer, (), at, value)
+
+    def _put_with_word(self, window: DeviceWindow, peer: int, pieces: Sequence[Piece], at: int, value: int) -> None:
         assert self._staging is not None
         stream, context = self._current(), self._context()
         word = self._staging.memory.data_ptr() + context * _WORD_PITCH
         with self._word_of(context, stream):
             self._engine.write(word, value, stream.cuda_stream)
-            self._put_pieces(window, peer, [Piece(word, at, 4)], stream.cuda_stream)
+            self._put_pieces(window, peer, [*pieces, Piece(word, at, 4)], stream.cuda_stream)
 
     @contextmanager
     def _word_of(self, context: int, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -155,8 +155,11 @@ class OverNodes(DeviceTransport):
         if not self._is_remote(peer):
             super()._raise(window, peer, counter, value)
             return
-        at = window.word(self.rank, self.rank, counter) - window.addresses[self.rank]
-        self._raise_remote(window, peer, at, value)
+        self._raise_remote(window, peer, self._counter_at(window, counter), value)
+
+    def _counter_at(self, window: DeviceWindow, counter: int) -> int:
+        """The byte of every rank's window at which it has this rank's `counter`."""
+        return window.word(self.rank, self.rank, counter) - window.addresses[self.rank]
 
     def close(self) -> None:
         super().close()

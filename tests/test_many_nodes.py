@@ -385,6 +385,8 @@ SETTINGS: dict[str, Setting] = {
     "fp32, a node a rank": Setting(partial(_model, FULL), Topology(4, 1)),
     "plain, a node a rank": Setting(_model, Topology(4, 1)),
     "plain, more nodes": Setting(_model, Topology(4, 2), world_size=8),
+    "plain, larger nodes": Setting(_model, Topology(2, 4), world_size=8),
+    "plain, five nodes": Setting(_model, Topology(5, 1), world_size=5),
     "uneven": Setting(partial(_model, hidden=5, width=3), Topology(3, 2), world_size=6),
     "bf16 wire": Setting(_model, Topology(2, 2), wire=torch.bfloat16),
     "bf16 wire, fp32 gradients": Setting(partial(_model, FULL), Topology(2, 2), wire=torch.bfloat16),

@@ -33,6 +33,8 @@ RUN_NBYTES: Final = 512 << 10
 SHARE: Final = 8
 #: Or so many bytes, in slots so small that it does not matter.
 FREE_NBYTES: Final = 4 << 20
+#: Bytes between two rows of one copy at most: what copy engines take.
+MOST_PITCH: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _joined(above: Copy, copy: Copy) -> Copy | None:
         return Copy(above.src_offset, above.dst_offset, 1, width, width, width)
     src_pitch, dst_pitch = (above.src_pitch, above.dst_pitch) if above.rows > 1 else (from_source, from_destination)
     is_next = (from_source, from_destination) == (above.rows * src_pitch, above.rows * dst_pitch)
-    if copy.width != above.width or min(src_pitch, dst_pitch) < copy.width or not is_next:
+    fits = copy.width <= min(src_pitch, dst_pitch) and max(src_pitch, dst_pitch) <= MOST_PITCH
+    if copy.width != above.width or not fits or not is_next:
         return None
     return replace(above, rows=above.rows + 1, src_pitch=src_pitch, dst_pitch=dst_pitch)
 

@@ -20,7 +20,7 @@ from tests.layouts.strategies import (
     write,
 )
 from tide_triton.layouts import Copy, GroupSpec, Packing, SlotLayout, TensorSpec, Topology, cut, execute, pack
-from tide_triton.layouts.packing import FREE_NBYTES, SHARE, rows
+from tide_triton.layouts.packing import FREE_NBYTES, MOST_PITCH, SHARE, rows
 
 
 def layout_of(world_size: int, *shapes: tuple[int, ...], dtype: str = "bfloat16", shard_dim: int = 0) -> SlotLayout:
@@ -163,6 +163,8 @@ def test_equally_far_neighbours_become_rows_and_touching_ones_one() -> None:
     assert rows([one(0, 0), one(4, 4), one(8, 8, 2)]) == (one(0, 0, 10),)
     assert rows([one(0, 0), one(4, 10), one(8, 21)]) == (Copy(0, 0, 2, 4, 4, 10), one(8, 21))
     assert rows([one(0, 0), one(4, 10, 5)]) == (one(0, 0), one(4, 10, 5))
+    assert rows([one(0, 0), one(4, MOST_PITCH)]) == (Copy(0, 0, 2, 4, 4, MOST_PITCH),)
+    assert rows([one(0, 0), one(4, MOST_PITCH + 1)]) == (one(0, 0), one(4, MOST_PITCH + 1))
     # Rows that would overlap or go back are copies of their own.
     assert rows([one(0, 0), one(4, 2)]) == (one(0, 0), one(4, 2))
     assert rows([one(8, 0), one(0, 10)]) == (one(8, 0), one(0, 10))

@@ -289,7 +289,7 @@ def test_neighbours_in_the_staging_go_as_one_piece() -> None:
     assert len(batch.sizes) + len(batch.strided) == 2
 
 
-def test_each_lane_has_a_context_and_each_rail_a_communicator() -> None:
+def test_each_rail_has_a_communicator_and_every_other_lane_a_context_of_one_more() -> None:
     case = Case("nccl_rma", 256)
     transport: Any = case.transport
     transport._streams = {"rail": object(), "receipts": object(), "second_rail": object()}
@@ -301,7 +301,7 @@ def test_each_lane_has_a_context_and_each_rail_a_communicator() -> None:
             communicator.contexts.clear()
         transport.signal(case.window, 2, READY, 1)
         seen.append(tuple(communicator.contexts.copy() for communicator in communicators))
-    assert seen == [(set(), set(), {0}), ({1}, set(), set()), (set(), set(), {2}), (set(), {3}, set())]
+    assert seen == [(set(), set(), {0}), ({0}, set(), set()), (set(), set(), {2}), (set(), {0}, set())]
 
 
 def test_puts_that_leave_their_source_or_window_are_refused() -> None:

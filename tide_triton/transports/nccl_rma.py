@@ -10,7 +10,7 @@ The own node is reached as by `nccl`. For ranks of other nodes:
 delivery and signal updates on the remote peer follow the program order" (user guide, one-sided communication), so the
 word lands after whatever the same lane has put before. Within a machine it is also what happens: each put is a copy
 enqueued on the lane's stream; over a network the stream goes on only once the network has confirmed a put. Each lane
-has a context of its own, so that this order is the lane's. (Contexts and signal indices other than 0: NCCL >= 2.31.)
+has a context or a communicator of its own, so that this order is the lane's. (Contexts other than 0: NCCL >= 2.31.)
 
 **Why not `wait_signal`.** It counts signals, and a counter here is a value that several puts or none have raised; the
 watchdog cannot let go a stream that waits for NCCL's own word; and NCCL lets all operations of one communicator follow
@@ -89,17 +89,19 @@ class NcclRmaTransport(OverNodes, NcclTransport):
             return super()._communicate(group, rendezvous)
         known = rendezvous.exchange("yes" if group in _communicators else "", "looking for communicators")
         if not all(known):
-            _communicators[group] = tuple(self._new_communicator(rendezvous) for _ in range(1 + len(_RAILS)))
+            # A context takes memory of its own, and what only one lane uses needs but one.
+            contexts = (*(1 for _ in _RAILS), CONTEXTS)
+            _communicators[group] = tuple(self._new_communicator(rendezvous, count) for count in contexts)
         # Handles of windows pile up in the objects, so each transport has its own.
         first, *others = (self._nccl.Communicator(made.ptr) for made in _communicators[group])
         self._others = tuple(others)
         return first
 
-    def _new_communicator(self, rendezvous: Rendezvous) -> Any:
+    def _new_communicator(self, rendezvous: Rendezvous, contexts: int) -> Any:
         nccl = self._nccl
         identity = bytes(nccl.get_unique_id()).hex() if self.rank == 0 else ""
         identity = rendezvous.exchange(identity, "making a communicator")[0]
-        config = nccl.NCCLConfig(num_rma_ctx=CONTEXTS)
+        config = nccl.NCCLConfig(num_rma_ctx=contexts)
         with torch.cuda.device(self.device):
             unique_id = nccl.UniqueId.from_bytes(bytes.fromhex(identity))
             communicator = nccl.Communicator.init(self.world_size, self.rank, unique_id, config)
@@ -138,7 +140,8 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         in_rails = (self._active is not None and self._active is self._streams.get(lane) for lane in _RAILS)
         which = next((number for number, is_in in enumerate(in_rails) if is_in), len(_RAILS))
         communicator = (self._communicator, *self._others)[which]
-        handle, context = self._handles[window.addresses[self.rank]][which], self._context()
+        handle = self._handles[window.addresses[self.rank]][which]
+        context = 0 if which < len(_RAILS) else self._context()
         for first in range(0, len(pieces), _GROUP):
             some = pieces[first : first + _GROUP]
             with self._nccl.group() if len(some) > 1 else nullcontext():

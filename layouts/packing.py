@@ -13,8 +13,9 @@ slot's places, in which a block of the rail lies without gaps:
 A copy engine takes as long for a local copy of few bytes as for a strided one, so an area holds shards of the same size
 side by side: where their places are as far from each other, they are the rows of one copy.
 
-What is packed follows from layout and topology alone. It is what is shortest, and the areas take at most a part in
-`SHARE` of the slot, or `FREE_NBYTES`.
+What is packed follows from layout and topology alone: shards of several short runs each (of a later dim than the
+first), whatever their areas take, which is one part in `gpus_per_node` of their places; and of those of one short run the
+shortest, in areas of at most one part in `SHARE` of the slot, or `FREE_NBYTES`.
 """
 
 from collections.abc import Iterable
@@ -24,12 +25,13 @@ from typing import Final
 
 from tide_triton.layouts.shards import Region
 from tide_triton.layouts.slots import SlotLayout, align
+from tide_triton.layouts.spec import SpecError
 from tide_triton.layouts.topology import Topology
 from tide_triton.layouts.transfers import Copy, between
 
 #: Runs of fewer bytes are packed: about what a fast network carries in the time that a put takes beside its bytes.
 RUN_NBYTES: Final = 512 << 10
-#: The areas take one part in so many of the slot at most.
+#: The areas of shards of one run take one part in so many of the slot at most.
 SHARE: Final = 8
 #: Or so many bytes, in slots so small that it does not matter.
 FREE_NBYTES: Final = 4 << 20
@@ -116,16 +118,25 @@ def _joined(above: Copy, copy: Copy) -> Copy | None:
     return replace(above, rows=above.rows + 1, src_pitch=src_pitch, dst_pitch=dst_pitch)
 
 
-def pack(layout: SlotLayout, topology: Topology, run_nbytes: int = RUN_NBYTES) -> Packing:
+def pack(layout: SlotLayout, topology: Topology, run_nbytes: int | None = None) -> Packing:
     """What of a group that is laid out so crosses the nodes of `topology` packed. Nothing where it would save no put.
 
-    run_nbytes: tensors whose shards lie in runs of fewer bytes may be packed.
+    run_nbytes: tensors whose shards lie in runs of fewer bytes may be packed; None for `RUN_NBYTES`.
+
+    Raises SpecError where the topology has other ranks than the layout.
     """
+    if topology.world_size != layout.spec.world_size:
+        raise SpecError(
+            f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
+            f"{layout.spec.world_size} ranks"
+        )
     places = [layout.region(index, 0) for index in range(len(layout.places))]
-    short = [index for index, place in enumerate(places) if 0 < place.width < run_nbytes]
-    most = max(layout.nbytes // SHARE, FREE_NBYTES) if topology.nodes > 1 else 0
-    chosen, nbytes = [], 0
-    for index in sorted(short, key=lambda index: (places[index].width, index)):
+    limit = (RUN_NBYTES if run_nbytes is None else run_nbytes) if topology.nodes > 1 else 0
+    short = [index for index, place in enumerate(places) if 0 < place.width < limit]
+    # A put each row would take longer than anything else: they are packed whatever that takes.
+    chosen = [index for index in short if places[index].rows > 1]
+    most, nbytes = max(layout.nbytes // SHARE, FREE_NBYTES), 0
+    for index in sorted(set(short) - set(chosen), key=lambda index: (places[index].width, index)):
         if topology.nodes * align(nbytes + places[index].nbytes, layout.alignment) <= most:
             chosen.append(index)
             nbytes += places[index].nbytes

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from tide_triton.layouts.pacing import Pacing, Wait
 from tide_triton.layouts.rails import forwards, receives, sends
+from tide_triton.layouts.shards import chunk_size
 from tide_triton.layouts.slots import SlotLayout
 from tide_triton.layouts.spec import SpecError
 from tide_triton.layouts.topology import Topology
@@ -86,8 +87,20 @@ class Receipt:
 
 def block_sizes(layout: SlotLayout) -> tuple[int, ...]:
     """Bytes of each rank's block: of its shards of all the group's tensors."""
-    indices = range(len(layout.places))
-    return tuple(sum(layout.region(index, rank).nbytes for index in indices) for rank in range(layout.spec.world_size))
+    world = layout.spec.world_size
+    # By the first rank that has it no more: bytes that all ranks before have of a tensor; and what the last one has.
+    whole, rest = [0] * (world + 1), [0] * (world + 1)
+    for tensor in layout.spec.tensors:
+        steps = tensor.shape[tensor.shard_dim]
+        chunk = max(chunk_size(steps, world), 1)
+        step_nbytes = tensor.outer * tensor.inner * tensor.itemsize
+        whole[steps // chunk] += chunk * step_nbytes
+        rest[steps // chunk] += steps % chunk * step_nbytes
+    sizes, full = [0] * world, 0
+    for rank in range(world, 0, -1):
+        full += whole[rank]
+        sizes[rank - 1] = full + rest[rank - 1]
+    return tuple(sizes)
 
 
 def rail_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> PutQueue:

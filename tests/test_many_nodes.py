@@ -75,7 +75,7 @@ def sum_over_nodes(
 
 def without_packing() -> Any:
     """Nothing crosses nodes packed, as where everything is large."""
-    return mock.patch.object(packing, "FREE_NBYTES", 0)
+    return mock.patch.object(packing, "RUN_NBYTES", 0)
 
 
 def gather_and_reduce(rank: int, world: int, topology: Topology, seed: int, wire: torch.dtype | None) -> str:
@@ -431,6 +431,7 @@ def test_training_over_nodes_equals_fsdp2_with_a_reduction_in_node_order(ranks: 
         copied = sum(row.layout_copy_bytes for row in rows)
         assert copied == 0 if setting.is_large else 0 < copied <= 2 * sum(row.wire_bytes for row in rows)
         assert all(row.gathers and row.reduces for row in rows)
+        assert ("packed" in text) == (not setting.is_large)
         assert topologies == (setting.topology,)
         title = text.splitlines()[0]
         assert f"{setting.topology.nodes} nodes x {setting.topology.gpus_per_node} GPUs" in title

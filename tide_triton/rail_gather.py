@@ -37,7 +37,6 @@ from tide_triton.layouts import (
     Pacing,
     Receipt,
     SlotLayout,
-    SpecError,
     Topology,
     Wait,
     arrivals,
@@ -52,7 +51,6 @@ from tide_triton.layouts import (
     rail_queue,
     rail_receipts,
 )
-from tide_triton.layouts.packing import RUN_NBYTES
 from tide_triton.layouts.slots import align
 from tide_triton.paced import PacedTurn, chunks_of_each
 from tide_triton.programs import Programs
@@ -89,13 +87,8 @@ class RailAllGather(AllGather):
         pacing: Pacing,
         *,
         smallest_piece: int | None = None,
-        run_nbytes: int = RUN_NBYTES,
+        run_nbytes: int | None = None,
     ) -> None:
-        if topology.world_size != layout.spec.world_size:
-            raise SpecError(
-                f"topology has {topology.nodes} nodes x {topology.gpus_per_node} GPUs, but the layout is for "
-                f"{layout.spec.world_size} ranks"
-            )
         self.packing = pack(layout, topology, run_nbytes)
         super().__init__(layout, rank, smallest_piece=smallest_piece, last=self.packing.indices)
         for index, region in self.packing.packed(rank).items():
@@ -172,6 +165,7 @@ class RailAllGather(AllGather):
             transport.after(filled[-1])
         traffic.wire_bytes += self.rail_nbytes + self.local_nbytes
         traffic.layout_copy_bytes += self.packed_nbytes
+        traffic.packed_bytes += self.packed_nbytes
         traffic.zero_copy += 1
         return Gathering(paced.turn, unpacked)
 

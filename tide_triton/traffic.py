@@ -13,6 +13,7 @@ class Traffic:
     wire_bytes: bytes this rank sent to others; `multicast_bytes` of them to all at once, counted once.
     layout_copy_bytes: bytes written only to change a layout (copy-in, copy-out, packing); 0 on zero-copy paths within a
         node, and over several nodes what is packed for the rail.
+    packed_bytes: those of them that crossed nodes packed.
     fallback_reasons: how often each reason sent a call to the stock collective.
     early: reductions whose gradients were sent as autograd produced them.
     in_slot: gradients that were written into the slot, over the weight that they are the gradient of.
@@ -30,6 +31,7 @@ class Traffic:
     in_slot: int = 0
     multicast_bytes: int = 0
     by_switch: int = 0
+    packed_bytes: int = 0
     remarks: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -50,6 +52,7 @@ class Traffic:
         self.early += other.early
         self.in_slot += other.in_slot
         self.multicast_bytes += other.multicast_bytes
+        self.packed_bytes += other.packed_bytes
         self.by_switch += other.by_switch
         self.wire_bytes += other.wire_bytes
         self.layout_copy_bytes += other.layout_copy_bytes

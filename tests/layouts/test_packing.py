@@ -19,7 +19,18 @@ from tests.layouts.strategies import (
     tensor_specs,
     write,
 )
-from tide_triton.layouts import Copy, GroupSpec, Packing, SlotLayout, TensorSpec, Topology, cut, execute, pack
+from tide_triton.layouts import (
+    Copy,
+    GroupSpec,
+    Packing,
+    SlotLayout,
+    SpecError,
+    TensorSpec,
+    Topology,
+    cut,
+    execute,
+    pack,
+)
 from tide_triton.layouts.packing import FREE_NBYTES, MOST_PITCH, SHARE, rows
 
 
@@ -104,7 +115,16 @@ def test_a_shard_in_many_short_rows_is_packed_however_large_it_is() -> None:
     layout = layout_of(8, (4096, 4096), (1 << 24,), shard_dim=0)
     assert pack(layout, Topology(2, 4)).indices == ()
     columns = SlotLayout(GroupSpec(8, (TensorSpec("w", (4096, 4096), "bfloat16", 1), layout.spec.tensors[1])))
-    assert pack(columns, Topology(2, 4)).indices == (0,)
+    for topology in (Topology(2, 4), Topology(8, 1)):
+        packing = pack(columns, topology)
+        assert packing.indices == (0,)
+        # Of every node, what each GPU of a rail has of it.
+        assert packing.areas_nbytes == 4096 * 4096 * 2 // topology.gpus_per_node
+
+
+def test_a_topology_of_other_ranks_is_refused() -> None:
+    with pytest.raises(SpecError, match="2 nodes x 1 GPUs, but the layout is for 4 ranks"):
+        pack(layout_of(4, (8,)), Topology(2, 1))
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(1, 1)])

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layouts.interleavings import Machine, Order, Stuck, Task, orders, pacings, topologies
-from tests.layouts.strategies import as_bytes, chunks, comparing, contents, moving, poisoned, tensor_specs, write
+from tests.layouts.strategies import (
+    as_bytes,
+    chunks,
+    comparing,
+    contents,
+    group_specs,
+    moving,
+    poisoned,
+    tensor_specs,
+    write,
+)
 from tide_triton.layouts import (
     ChunkPut,
     GroupSpec,
@@ -339,6 +349,15 @@ def test_one_node_puts_as_the_flat_schedule_does_and_one_rank_puts_nothing() -> 
         assert queue_of(Topology(1, 1), 0, [16], Pacing(16, 1)).puts == ()
     assert arrivals(Topology(1, 1), 0, [16], Pacing(16, 1)) == ()
     assert local_queue(Topology(4, 1), 0, [16] * 4, Pacing(16, 1)).puts == ()
+
+
+@given(group_specs(max_tensors=4))
+@comparing
+def test_block_sizes_are_the_bytes_of_each_ranks_regions(spec: GroupSpec) -> None:
+    layout, indices = SlotLayout(spec), range(len(spec.tensors))
+    assert block_sizes(layout) == tuple(
+        sum(layout.region(index, rank).nbytes for index in indices) for rank in range(spec.world_size)
+    )
 
 
 def test_block_sizes_are_the_bytes_of_each_ranks_shards() -> None:

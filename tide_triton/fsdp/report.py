@@ -99,9 +99,10 @@ class Report:
 
 
 def _gathers(traffic: Traffic) -> str:
-    """Calls, how many of them moved nothing, and what was multicast."""
+    """Calls, how many of them moved nothing, what was multicast, and what crossed nodes packed."""
     notes = [f"{traffic.reused} reused"] if traffic.reused else []
     notes += [f"{traffic.multicast_bytes / 1e6:.3f} MB multicast"] if traffic.multicast_bytes else []
+    notes += [f"{traffic.packed_bytes / 1e6:.3f} MB packed between nodes"] if traffic.packed_bytes else []
     return f"{traffic.calls} ({', '.join(notes)})" if notes else str(traffic.calls)
 
 

@@ -14,8 +14,8 @@ A copy engine takes as long for a local copy of few bytes as for a strided one, 
 side by side: where their places are as far from each other, they are the rows of one copy.
 
 What is packed follows from layout and topology alone: shards of several short runs each (of a later dim than the
-first), whatever their areas take, which is one part in `gpus_per_node` of their places; and of those of one short run the
-shortest, in areas of at most one part in `SHARE` of the slot, or `FREE_NBYTES`.
+first), whatever their areas take, which is one part in `gpus_per_node` of their places; and of those of one short run
+the shortest, in areas of at most one part in `SHARE` of the slot, or `FREE_NBYTES`.
 """
 
 from collections.abc import Iterable

@@ -136,6 +136,8 @@ class _Script:
         self.gather_pacing = Pacing(draw.choice([32, 96, 480]), self.pacing.depth)
         self.smallest_piece = draw.choice([None, 1, 24])
         self.run_nbytes = draw.choice([0, 8, 1 << 10])
+        #: Turns before which something else is gathered into the same slot, for which nobody waits.
+        self.dropped = {number for number in range(TURNS) if draw.random() < 0.4}
         rails: list[tuple[Lane, ...]] = [("rail",), ("rail", "second_rail")]
         self.cluster = Cluster(self.world, in_order=in_order, rails=draw.choice(rails))
         self.ranks: dict[int, _Rank] = {}
@@ -180,6 +182,12 @@ class _Script:
         shards = [part(t, self.world, rank, s) for t, s in zip(self.spec.tensors, sources, strict=True)]
         for shard in shards:
             self.cluster.may_put_from(shard)
+        if number in self.dropped:
+            others = [part(t, self.world, rank, whole(t, 5000 + i)) for i, t in enumerate(self.spec.tensors)]
+            for other in others:
+                self.cluster.may_put_from(other)
+            this.alive += others
+            this.gather.start(this.slot, others, "what nobody waits for", Traffic())
         this.gather.start(this.slot, shards, "the group", Traffic()).wait()
 
         def read_slot() -> None:
@@ -345,6 +353,11 @@ def test_two_rails_share_a_chunk_in_its_order_and_about_by_half() -> None:
         ((1, copies(60)), (2, copies(5, 20))),
     )
     assert rail_gather.deal(((0, copies(7)),), 2) == (((0, copies(7)),), ())
+
+
+def test_a_slot_that_is_given_away_while_it_is_unpacked_shows() -> None:
+    with on_streams(), mock.patch.object(Slot, "read_until"):
+        assert any(_fails(topology, seed) for seed in range(6) for topology in TOPOLOGIES)
 
 
 def test_without_credits_for_whole_turns_it_shows() -> None:

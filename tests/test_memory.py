@@ -94,16 +94,15 @@ def test_what_a_third_slot_and_a_ring_were_measured_to_cost_is_what_is_planned()
 
 def test_defaults_and_counters_are_those_of_attach_and_transports() -> None:
     from tide_triton import attach
-    from tide_triton.transports import base, over_nodes
-    from tide_triton.transports.device import header_nbytes
+    from tide_triton.transports import base, device, over_nodes
 
     told = inspect.signature(attach).parameters
     assert (told["ring_chunk_nbytes"].default, told["ring_depth"].default) == (RING_CHUNK_NBYTES, RING_DEPTH)
     assert COUNTERS == base.COUNTERS
     assert STAGING_NBYTES == over_nodes.STAGING_NBYTES
-    assert [flags_nbytes(world) for world in (1, 2, 63, 64, 16384)] == [
-        header_nbytes(world) for world in (1, 2, 63, 64, 16384)
-    ]
+    for several, transport in ((False, device.DeviceTransport), (True, over_nodes.OverNodes)):
+        for world in (1, 2, 63, 64, 16384):
+            assert flags_nbytes(world, several) == device.header_nbytes(world, transport.word_nbytes)
 
 
 @given(group_specs())
@@ -260,7 +259,9 @@ def test_over_nodes_the_rings_are_exactly_as_large_at_16_gpus_as_at_16384_and_th
     plan = plan_memory(MODELS[name], Topology(8, 8))
     assert [buffer.world_size for buffer in plan.buffers] == list(BUFFER_WORLDS)
     assert {buffer.ring for buffer in plan.buffers} == {plan.variant("tide").items["ring"]}
-    assert [buffer.flags for buffer in plan.buffers] == [2 * flags_nbytes(world) for world in BUFFER_WORLDS]
+    assert [buffer.flags for buffer in plan.buffers] == [
+        2 * flags_nbytes(world, over_nodes=True) for world in BUFFER_WORLDS
+    ]
     wide = plan_memory(MODELS[name], Topology(2, 64))
     assert [buffer.world_size for buffer in wide.buffers] == [128, 1024, 16384]
 

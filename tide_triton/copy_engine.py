@@ -1,7 +1,7 @@
 """Copies and signals that no SM takes part in: the only file that calls cuda-bindings.
 
     copy        batched peer copies, strided ones row by row of the engine, one by one while a graph is captured
-    write       a 32-bit word into a peer's memory, in stream order
+    write       a word of 32 or 64 bits into a peer's memory, in stream order
     wait        until a local word has reached a value, in stream order
 
 Streams are torch's handles (`torch.cuda.Stream.cuda_stream`). The legacy stream is refused: batched copies fail on it,
@@ -119,15 +119,17 @@ class CopyEngine:
                 ),
             )
 
-    def write(self, address: int, value: int, stream: int) -> None:
-        """Set the 32-bit word at `address` to `value`, after all that went before on `stream`."""
+    def write(self, address: int, value: int, stream: int, nbytes: int = 4) -> None:
+        """Set the word of `nbytes` bytes, 4 or 8, at `address` to `value`, after all that went before on `stream`."""
         _refuse_legacy(stream)
-        self._check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32(stream, address, value, 0))
+        write = self._driver.cuStreamWriteValue64 if nbytes == 8 else self._driver.cuStreamWriteValue32
+        self._check(f"cuStreamWriteValue{8 * nbytes}", write(stream, address, value, 0))
 
-    def wait(self, address: int, value: int, stream: int) -> None:
-        """Hold `stream` until the 32-bit word at `address` is at least `value` (as signed difference)."""
+    def wait(self, address: int, value: int, stream: int, nbytes: int = 4) -> None:
+        """Hold `stream` until the word of `nbytes` bytes at `address` is at least `value` (as signed difference)."""
         _refuse_legacy(stream)
-        self._check("cuStreamWaitValue32", self._driver.cuStreamWaitValue32(stream, address, value, 0))
+        wait = self._driver.cuStreamWaitValue64 if nbytes == 8 else self._driver.cuStreamWaitValue32
+        self._check(f"cuStreamWaitValue{8 * nbytes}", wait(stream, address, value, 0))
 
     def capture(self, stream: int) -> int:
         """The number of the CUDA graph that `stream` is being captured into. Raises CudaCallError where none is."""

@@ -32,9 +32,10 @@ from tide_triton.memory_moments import ITEMS, GroupBytes, Item, Moment, Step, se
 from tide_triton.models import MODELS, ModelSpec, block_spec
 from tide_triton.network import NetworkPlan, plan_network
 
-#: Counters of 32 bits that a window on a GPU has for every rank. `transports/base.py` has the same and needs torch; a
-#: test compares them.
+#: Counters that a window on a GPU has for every rank, and their bytes on one node and over several. The transports have
+#: the same and need torch; a test compares them.
 COUNTERS: Final = 6
+COUNTER_NBYTES: Final = (4, 8)
 
 #: Bytes of a transport's own window, over several nodes. `transports/over_nodes.py` has the same and needs torch.
 STAGING_NBYTES: Final = 32 << 20
@@ -165,7 +166,7 @@ def plan_memory(
     slot_nbytes = assign([*uses, GroupUse("root", step.root.slot, None)], PREFETCH, slots).slot_nbytes
 
     def windows(ring: int = 0, flags: int = 0) -> dict[Item, int]:
-        flags += flags_nbytes(world) * len(slot_nbytes)
+        flags += flags_nbytes(world, topology.nodes > 1) * len(slot_nbytes)
         return {"slots": sum(slot_nbytes), "ring": ring, "flags": flags}
 
     through = _buffer_of([block, root], topology, ring_chunk_nbytes, ring_depth)
@@ -207,9 +208,9 @@ def root_spec(model: ModelSpec, world_size: int) -> GroupSpec:
     return GroupSpec(world_size, tuple(TensorSpec(name, shape, _WIRE) for name, shape in shapes.items()))
 
 
-def flags_nbytes(world_size: int) -> int:
-    """Bytes of the counters of one window."""
-    return align(world_size * COUNTERS * 4)
+def flags_nbytes(world_size: int, over_nodes: bool = False) -> int:
+    """Bytes of the counters of one window, on one node or over several."""
+    return align(world_size * COUNTERS * COUNTER_NBYTES[over_nodes])
 
 
 def reduce_scatter_buffer(
@@ -232,5 +233,5 @@ def _buffer_of(specs: Sequence[GroupSpec], topology: Topology, ring_chunk_nbytes
     world = topology.world_size
     if topology.nodes > 1:
         rings = rings_nbytes(topology, pacing_for(topology, specs, ring_chunk_nbytes, ring_depth))
-        return Buffer(world, rings + STAGING_NBYTES, flags_nbytes(world) * 2)
+        return Buffer(world, rings + STAGING_NBYTES, flags_nbytes(world, over_nodes=True) * 2)
     return Buffer(world, chunk_for(specs, ring_chunk_nbytes) * ring_depth, flags_nbytes(world) * ring_depth)

@@ -4,6 +4,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,8 +38,8 @@ class Engine:
             for row in range(rows):
                 ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
 
-    def write(self, address: int, value: int, stream: int) -> None:
-        ctypes.memmove(address, value.to_bytes(4, "little"), 4)
+    def write(self, address: int, value: int, stream: int, nbytes: int = 4) -> None:
+        ctypes.memmove(address, value.to_bytes(nbytes, "little"), nbytes)
 
 
 class Nccl:
@@ -47,6 +48,7 @@ class Nccl:
     def __init__(self) -> None:
         self.grouped: list[int] = []
         self.contexts: set[int] = set()
+        self.sources: list[int] = []
         self._open = 0
 
     @contextmanager
@@ -62,6 +64,7 @@ class Nccl:
         assert local.is_contiguous()
         self._open += 1
         self.contexts.add(context)
+        self.sources.append(local.data_ptr())
         window[peer][at : at + local.numel()] = local
 
 
@@ -106,7 +109,7 @@ class Case:
 
     def __init__(self, kind: str, nbytes: int) -> None:
         self.kind = kind
-        word = 4 if kind == "nccl_rma" else 8
+        word = 8
         header = -(-WORLD * COUNTERS * word // 256) * 256
         self.header = header
         self.memories = [torch.zeros(header + nbytes, dtype=torch.uint8) for _ in range(WORLD)]
@@ -231,14 +234,36 @@ def test_puts_follow_sources_that_move_wherever_they_move_to(kind: str, peer: in
 @pytest.mark.parametrize("peer", [1, 2, 3])
 def test_a_counter_of_any_rank_is_raised_where_that_rank_waits_for_it(kind: str, peer: int) -> None:
     case = Case(kind, 256)
-    for counter, value in ((READY, 1), (WRITTEN, 0xFFFFFFFF), (WRITTEN, (1 << 32) + 5)):
+    for counter, value in ((READY, 1), (WRITTEN, 0xFFFFFFFF), (WRITTEN, (1 << 32) + 5), (WRITTEN, (1 << 64) + 5)):
         before = [memory.clone() for memory in case.memories]
         case.transport.signal(case.window, peer, counter, value)
         pitch = case.transport.word_nbytes
         word = (counter * WORLD + 0) * pitch
-        before[peer][word : word + 4] = torch.tensor(list((value % (1 << 32)).to_bytes(4, "little")))
+        before[peer][word : word + 8] = torch.tensor(list((value % (1 << 64)).to_bytes(8, "little")))
         for rank, memory in enumerate(case.memories):
             assert torch.equal(memory, before[rank])
+
+
+def test_lanes_that_raise_counters_stage_them_in_words_of_their_own_and_what_runs_in_none_takes_turns() -> None:
+    case = Case("nccl_rma", 256)
+    transport: Any = case.transport
+    turns = []
+
+    @contextmanager
+    def turn(stream: Any) -> Iterator[None]:
+        turns.append(stream)
+        yield
+
+    transport._turn = turn
+    transport._streams = {"rail": object(), "receipts": object(), "signals": object()}
+    libraries = (*case.of_rails, case.library)
+    for stream in (None, *transport._streams.values()):
+        transport._active = stream
+        transport.signal(case.window, 2, READY, 1)
+    words = sorted(address for library in libraries for address in library.sources)
+    assert len(words) == 4
+    assert all(following - word >= 128 for word, following in pairwise(words))
+    assert len(turns) == 1
 
 
 @pytest.mark.usefixtures("small_staging")

@@ -1,8 +1,9 @@
 """What the GPU transports of one machine share: everything but where symmetric memory comes from.
 
-Each window is symmetric memory, laid out as on the host but with 32-bit counters, which is what a stream can write and
-wait for. Puts are peer copies by copy engine, signals are stream writes to the peer, waits are stream waits on this
-rank's memory: no SM takes part.
+Each window is symmetric memory, laid out as on the host. Counters have 32 bits, which wrap around: within a machine
+every one is raised in every turn, or every few. (Between nodes it may be one turn in a million: `over_nodes`.) Puts are
+peer copies by copy engine, signals are stream writes to the peer, waits are stream waits on this rank's memory: no SM
+takes part.
 
     lane      stream of                                                      waits for
     gather    credits, puts and signals of all-gathers                       cast, tensor by tensor
@@ -45,8 +46,6 @@ from tide_triton.transports.base import (
 from tide_triton.transports.peers import Announcement, Peers, signed
 from tide_triton.transports.rendezvous import Rendezvous
 from tide_triton.transports.watchdog import Watchdog, Watched
-
-_WORD = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class DeviceTransport(abc.ABC):
     #: Small enough that a cast before it or a sum after it hardly shows, large enough to be worth its overhead.
     piece_nbytes: int | None = 16 << 20
     rails: tuple[Lane, ...] = ("rail",)
-    #: Bytes from one counter to the next; the first four count.
+    #: Bytes of a counter.
     word_nbytes = 4
     #: Set by who makes it, before the first window, where every rank has no reason why not: symmetric memory is then
     #: asked for its multicast address.
@@ -257,25 +256,34 @@ class DeviceTransport(abc.ABC):
         self._engine.copy(put, self._current().cuda_stream)
 
     def signal(self, window: Window, peer: int, counter: int, value: int) -> None:
-        self._raise(_own(window), peer, counter, value % _WORD)
+        self._raise(_own(window), peer, counter, self._cyclic(value))
 
     def put_and_signal(self, put: Put, window: Window, peer: int, counter: int, value: int) -> None:
         self.put(put)
         self.signal(window, peer, counter, value)
 
     def _raise(self, window: DeviceWindow, peer: int, counter: int, value: int) -> None:
-        """Set `peer`'s `counter` of this rank to the 32-bit `value`, in the order that is current."""
-        self._engine.write(window.word(peer, self.rank, counter), value, self._current().cuda_stream)
+        """Set `peer`'s `counter` of this rank to `value`, in the order that is current."""
+        self._write(window.word(peer, self.rank, counter), value, self._current())
+
+    def _write(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Set the counter at `address`."""
+        self._engine.write(address, value, stream.cuda_stream, self.word_nbytes)
+
+    def _cyclic(self, value: int) -> int:
+        """`value` as a counter holds it."""
+        return value % (1 << 8 * self.word_nbytes)
 
     def wait(self, window: Window, peer: int, counter: int, value: int, what: str) -> None:
         self._check_usable()
         own = _own(window)
         own.latest = max(own.latest, value)
         self._waiting = (what, peer)
-        self._engine.wait(own.word(self.rank, peer, counter), value % _WORD, self._current().cuda_stream)
+        word = own.word(self.rank, peer, counter)
+        self._engine.wait(word, self._cyclic(value), self._current().cuda_stream, self.word_nbytes)
 
     def clear(self, window: Window, peer: int, counter: int) -> None:
-        self._engine.write(_own(window).word(self.rank, peer, counter), 0, self._current().cuda_stream)
+        self._write(_own(window).word(self.rank, peer, counter), 0, self._current())
 
     @property
     def capture(self) -> int | None:
@@ -381,8 +389,8 @@ class DeviceTransport(abc.ABC):
             for window in [known for known in self._windows if known.is_open]:
                 for counter in range(COUNTERS):
                     for peer in range(self.world_size):
-                        value = (window.latest + (1 << 30)) % _WORD
-                        self._engine.write(window.word(self.rank, peer, counter), value, release.cuda_stream)
+                        value = self._cyclic(window.latest + (1 << 30))
+                        self._write(window.word(self.rank, peer, counter), value, release)
 
 
 def _own(window: Window) -> DeviceWindow:

@@ -3,7 +3,7 @@
 The own node is reached as by `nccl`. For ranks of other nodes:
 
     data      put_signal from where it lies in a window, or from the staging (`over_nodes`)
-    counters  the value is written to a word of the staging by the stream, and those four bytes are put like data
+    counters  the value is written to a word of the staging by the stream, and those eight bytes are put like data
     waits     on the word in this rank's window, by its stream, as everywhere: no NCCL signal is ever waited for
 
 **Why a counter never overtakes data.** NCCL executes operations to one peer in one context in order, "both data
@@ -154,7 +154,7 @@ class NcclRmaTransport(OverNodes, NcclTransport):
             return
         assert put.window is window
         # The word is written before the data go, and both are put in one call: the data are told of 3 us sooner.
-        self._put_with_word(put.window, peer, put.pieces, self._counter_at(put.window, counter), value % (1 << 32))
+        self._put_with_word(put.window, peer, put.pieces, self._counter_at(put.window, counter), self._cyclic(value))
 
     def _raise_remote(self, window: DeviceWindow, peer: int, at: int, value: int) -> None:
         self._put_with_word(window, peer, (), at, value)
@@ -164,8 +164,8 @@ class NcclRmaTransport(OverNodes, NcclTransport):
         stream, context = self._current(), self._context()
         word = self._staging.memory.data_ptr() + context * _WORD_PITCH
         with self._word_of(context, stream):
-            self._engine.write(word, value, stream.cuda_stream)
-            self._put_pieces(window, peer, [*pieces, Piece(word, at, 4)], stream.cuda_stream)
+            self._write(word, value, stream)
+            self._put_pieces(window, peer, [*pieces, Piece(word, at, self.word_nbytes)], stream.cuda_stream)
 
     @contextmanager
     def _word_of(self, context: int, stream: torch.cuda.Stream) -> Iterator[None]:

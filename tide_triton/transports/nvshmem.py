@@ -10,7 +10,7 @@ lane's stream:
 | counters | signal_op_on_stream, SET: a 64-bit stream write to the peer    | the same: an atomic of the network   |
 | SMs      | none                                                           | a kernel of one block for each call  |
 
-Waits are on the low 32 bits of a counter in this rank's window, by its stream, as everywhere.
+Waits are on a counter in this rank's window, by its stream, as everywhere.
 
 **Why a counter never overtakes data.** Mapped, both are work of one stream. `putmem_nbi` would not be: it moves the
 copy to a stream of NVSHMEM's own, one for all lanes, behind which only `quiet` gets, for all of them at once; so the
@@ -48,7 +48,6 @@ class NvshmemTransport(OverNodes):
     """
 
     name = "nvshmem"
-    word_nbytes = 8
 
     def __init__(
         self,

@@ -11,7 +11,9 @@ Libraries read only symmetric memory over a network, and gradients lie elsewhere
 `STAGING_NBYTES` bytes, the only one of its transport, whatever the groups; all lanes use it, one after the other.
 
 Counters and waits are those of `DeviceTransport`: a counter of another node's rank is raised by the library, after
-everything put on the same stream, and waited for in this rank's memory by its stream.
+everything put on the same stream, and waited for in this rank's memory by its stream. They have 64 bits, which never
+wrap around: some are raised by large groups only, and with 32 bits half a million turns of small ones would let the
+next wait for one of them pass.
 """
 
 import abc
@@ -80,6 +82,7 @@ class RemotePut:
 class OverNodes(DeviceTransport):
     """GPUs of logical nodes. A subclass calls `_span` first in its constructor, and `_open_staging` last."""
 
+    word_nbytes = 8
     #: Bytes at the start of the staging that are the subclass's own.
     reserved_nbytes = 0
 

@@ -7,7 +7,8 @@
 | to a local peer | nodes blocks                          | nodes shards, in the gradients' dtype                |
 | buffers         | areas of what is packed, in the slot  | three rings of chunks, whatever the nodes            |
 
-Figures are of the rank that has most to do: where shards are uneven, rank 0 has the largest.
+Figures are upper bounds for every rank: where shards are uneven, all are taken to be as large as rank 0's, which are
+the largest.
 """
 
 from dataclasses import dataclass

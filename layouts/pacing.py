@@ -169,6 +169,26 @@ def rings_nbytes(topology: Topology, pacing: Pacing) -> int:
     return pacing.depth * (topology.gpus_per_node + 1) * align(pacing.chunk_nbytes)
 
 
+#: Puts of one rank to another that a turn counts at most.
+COUNTED: Final = (1 << 12) - 1
+
+
+def chunks_of_each(nodes: int) -> int:
+    """How many chunks of each of `nodes` nodes a turn counts. Raises SpecError where there are more nodes than that."""
+    if nodes > COUNTED:
+        raise SpecError(f"nodes must be at most {COUNTED}, got {nodes}")
+    return COUNTED // nodes
+
+
+def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
+    """`pacing`, with chunks so large that a turn can count those of a block of `nbytes` bytes from every node.
+
+    Raises SpecError where there are more nodes than a turn can count.
+    """
+    most = chunks_of_each(topology.nodes)
+    return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)
+
+
 #: In how many chunks a gather's block goes at most. Each costs two signals' way over the rail; inside a chunk, what has
 #: been cast goes at once, and what forwards it lags behind by one.
 BLOCK_CHUNKS: Final = 4
@@ -178,8 +198,9 @@ def gather_pacing(topology: Topology, block_nbytes: int, nbytes: int, depth: int
     """`pacing_for`, with chunks of at least a part in `BLOCK_CHUNKS` of a block of `block_nbytes` bytes.
 
     A gather's chunks lie where the slot has them, so that they take no memory, however large they are. Where nobody
-    puts on what comes to it, in two nodes of one GPU, a block is one chunk.
+    puts on what comes to it, in two nodes of one GPU, a block is one chunk. Raises SpecError for more nodes than a turn
+    counts.
     """
     pacing = pacing_for(topology, None, nbytes, depth)
     chunks = BLOCK_CHUNKS if topology.world_size > 2 else 1
-    return Pacing(max(pacing.chunk_nbytes, align(-(-block_nbytes // chunks))), depth)
+    return countable(Pacing(max(pacing.chunk_nbytes, align(-(-block_nbytes // chunks))), depth), topology, block_nbytes)

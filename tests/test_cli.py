@@ -129,6 +129,12 @@ def test_plan_lists_what_a_blocks_collectives_move_between_nodes() -> None:
     assert "bytes over its rail" in run(app, options).stdout
 
 
+def test_plan_refuses_more_nodes_than_a_turn_counts() -> None:
+    refused = run(app, ["plan", "--model", "qwen3-30b-a3b", "--nodes", "5000", "--gpus-per-node", "1"])
+    assert refused.exit_code == 2
+    assert "nodes must be at most 4095, got 5000" in refused.stderr
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -338,6 +338,15 @@ def test_what_is_no_list_and_what_is_closed_is_said_to_be_so(ranks: RankPools) -
         assert closed == ["these Collectives are closed; make new ones"] * 2
 
 
+def move_nothing(rank: int, world: int) -> list[Any]:
+    with Collectives(dist.group.WORLD, GroupSpec(world, ()), timeout_s=10) as collectives:
+        return [collectives.all_gather([]), collectives.reduce_scatter([])]
+
+
+def test_a_spec_without_tensors_moves_nothing(ranks: RankPools) -> None:
+    assert ranks(2).run(move_nothing) == [[[], []]] * 2
+
+
 def compare_alone(rank: int, world: int) -> tuple[str, str]:
     """Rank 1 reduces gradients of a dtype that rank 0 has reduced before; rank 0 does something else meanwhile."""
     spec = GroupSpec(world, (TensorSpec("w", (8, 4), "bfloat16"),))

@@ -22,7 +22,7 @@ from tests.fsdp.models import BF16, FP16, FULL, MIXED, Model, grid, line, seeded
 from tests.fsdp.parity import Loop, Row, difference, rows_of, train
 from tests.ranks import RankPools, fresh_ranks
 from tests.test_collectives import gathered_wrong, part, random_spec, whole
-from tide_triton import Collectives, collectives, paced
+from tide_triton import Collectives, collectives
 from tide_triton.errors import AbortedError, AttachError, MismatchError, PeerLostError
 from tide_triton.fsdp.reference import reduce_in_rank_order
 from tide_triton.layouts import (
@@ -36,6 +36,7 @@ from tide_triton.layouts import (
     reduce_load,
     shard,
 )
+from tide_triton.layouts import pacing as layouts_pacing
 from tide_triton.views import DTYPES
 
 TOPOLOGIES = [Topology(2, 2), Topology(4, 2), Topology(3, 2), Topology(2, 4), Topology(5, 1)]
@@ -158,7 +159,7 @@ def in_many_turns(rank: int, world: int, topology: Topology, counted: int) -> li
     """A reduction of more chunks, and a gather of more of them, than a turn can count."""
     spec = GroupSpec(world, (TensorSpec("w", (world * 150 + 1, 7), "bfloat16"), TensorSpec("b", (5,), "float32")))
     with (
-        mock.patch.object(paced, "COUNTED", counted - 1),
+        mock.patch.object(layouts_pacing, "COUNTED", counted - 1),
         opened(spec, topology, 256 * (topology.gpus_per_node + 1), 2) as both,
     ):
         sources = [whole(t, i) for i, t in enumerate(spec.tensors)]

@@ -357,6 +357,7 @@ def test_json_holds_every_variant_with_integers_and_says_what_it_leaves_out() ->
     assert list(data["variants"]) == ["stock", "symm", "tide"]
     flat = json.loads(to_json(plan_memory(LLAMA_3_1_70B, Topology(1, 8))))
     assert list(flat["variants"]) == ["stock", "symm", "tide", "tide_ring", "tide_early"]
+    assert flat["network"] is None
     for name, variant in data["variants"].items():
         assert list(variant) == ["how", "items", "moments", "peak", "windows"]
         assert list(variant["items"]) == list(ITEMS)

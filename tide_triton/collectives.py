@@ -164,6 +164,9 @@ class Collectives:
         its own before.
         """
         self._check_open()
+        if not self.spec.tensors:
+            self._check_tensors(gradients, "gradients", "gradient")
+            return []
         grad_dtype = self._check_gradients(gradients, dtype)
         self._agree_on(grad_dtype, dtype, average)
         reducer = self._reducers.get(grad_dtype)

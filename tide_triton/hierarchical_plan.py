@@ -17,8 +17,7 @@ from tide_triton.layouts import (
     cut_slices,
     shard,
 )
-from tide_triton.layouts.pacing import Parts
-from tide_triton.paced import chunks_of_each
+from tide_triton.layouts.pacing import Parts, chunks_of_each
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@
      "network": {"all_gather": {"chunk_nbytes": 7456512, "depth": 2,        one gather of a block
                                 "rounds": 3, "rail_peers": 3, "rail_nbytes": 187174400,     in the fields of `Load`
                                 "link_peers": 7, "link_nbytes": ..., "rail_in_flight_nbytes": ..., ...},
-                 "reduce_scatter": {"partials": "float32", ...}}}           one reduction, likewise
+                 "reduce_scatter": {"partials": "float32", ...}}}           one reduction; null on one node
 
 All sizes are integers, in bytes on one GPU.
 """
@@ -74,7 +74,9 @@ def as_data(plan: MemoryPlan) -> dict[str, Any]:
         "reduce_scatter_buffer": {
             str(buffer.world_size): {"ring": buffer.ring, "flags": buffer.flags} for buffer in plan.buffers
         },
-        "network": {
+        "network": None
+        if plan.topology.nodes == 1
+        else {
             "all_gather": {**asdict(network.gather_pacing), **asdict(network.all_gather)},
             "reduce_scatter": {
                 "partials": network.partials,
@@ -145,7 +147,7 @@ def _network_table(plan: MemoryPlan) -> Table:
         ("rail_in_flight_nbytes", "of these under way at once"),
         ("link_nbytes", "bytes to each GPU of its node"),
         ("link_in_flight_nbytes", "of these under way at once"),
-        ("buffer_nbytes", "bytes of the rings that it uses"),
+        ("buffer_nbytes", "bytes of its areas in a slot, of its rings"),
     ):
         table.add_row(what, f"{getattr(gather, name):,}", f"{getattr(reduce, name):,}")
     return table

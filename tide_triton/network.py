@@ -1,6 +1,6 @@
 """What the collectives of one block move between GPUs and between nodes, from shapes alone.
 
-Figures are of one GPU, that with the largest shards, and of one gather or reduction of the block.
+Figures are of one GPU, as if all shards were as large as the largest, and of one gather or reduction of the block.
 """
 
 from collections.abc import Sequence

@@ -14,23 +14,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
-from tide_triton.layouts import SpecError, Wait
+from tide_triton.layouts import Wait
 from tide_triton.transports import ACKNOWLEDGED, VACATED, WRITTEN, Lane, Mark, Put, Transport
 from tide_triton.windows import PARTS, Slot
 
 _WORDS: Final[Mapping[str, int]] = {"landed": WRITTEN, "acknowledged": ACKNOWLEDGED, "vacated": VACATED}
 _PHASES: Final[Mapping[str, str]] = {"landed": "data", "acknowledged": "acknowledgement", "vacated": "credit"}
-
-
-#: Puts of one rank that a turn counts at most.
-COUNTED: Final = PARTS - 1
-
-
-def chunks_of_each(nodes: int) -> int:
-    """How many chunks of each of `nodes` nodes a turn counts. Raises SpecError where there are more nodes than that."""
-    if nodes > COUNTED:
-        raise SpecError(f"nodes must be at most {COUNTED}, got {nodes}")
-    return COUNTED // nodes
 
 
 def refuse_capture(transport: Transport, what: str) -> None:

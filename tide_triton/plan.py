@@ -231,7 +231,7 @@ def _problems_between_tensors(entry: _SpecEntry) -> Iterator[str]:
         if align(place.offset + place.padded_nbytes) > MAX_NBYTES:
             shape = _shown(list(place.tensor.shape))
             yield f"tensors[{index}].shape: must leave the slot below 2**63 bytes, got {shape}"
-            return  # whatever follows lies still further on
+            return  # one too many is enough
 
 
 def _refusal(path: Path, problems: list[str]) -> SpecFileError:

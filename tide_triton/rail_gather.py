@@ -51,8 +51,8 @@ from tide_triton.layouts import (
     rail_queue,
     rail_receipts,
 )
-from tide_triton.layouts.slots import align
-from tide_triton.paced import PacedTurn, chunks_of_each
+from tide_triton.layouts.pacing import countable
+from tide_triton.paced import PacedTurn
 from tide_triton.programs import Programs
 from tide_triton.traffic import Traffic
 from tide_triton.transports import Lane, Mark, Put
@@ -317,12 +317,3 @@ def deal(chunk: _Chunk, lanes: int) -> tuple[_Chunk, ...]:
             if own:
                 part.append((piece, tuple(own)))
     return tuple(map(tuple, parts))
-
-
-def countable(pacing: Pacing, topology: Topology, nbytes: int) -> Pacing:
-    """`pacing`, with chunks so large that a turn can count those of a block of `nbytes` bytes from every node.
-
-    Raises SpecError where there are more nodes than a turn can count.
-    """
-    most = chunks_of_each(topology.nodes)
-    return Pacing(max(pacing.chunk_nbytes, align(-(-nbytes // most))), pacing.depth)

@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tide_triton.layouts import flat
+from tide_triton.layouts.pacing import COUNTED
 from tide_triton.transports import CAPTURED_READY, CAPTURED_WRITTEN, READY, WRITTEN, Mark, Transport, Window
 
 #: One more than the parts that a turn can have.
-PARTS = 1 << 12
+PARTS = COUNTED + 1
 
 
 @dataclass(eq=False)

@@ -70,7 +70,7 @@ def attach(
     switch_sums: bool = False,
     timeout_s: float = 600.0,
 ) -> None:
-    """Run the FSDP2 collectives of `model` through TIDE: no layout copies, bf16 gradients on the wire.
+    """Run the FSDP2 collectives of `model` through TIDE: no layout copies on one node, bf16 gradients on the wire.
 
     Call it on every rank after `fully_shard`, before or between training steps, on the FSDP2 root or on any module that
     contains FSDP2 modules. Results stay what stock FSDP2 computes; gradients are added in rank order.
@@ -94,9 +94,10 @@ def attach(
     the slot, so that none is allocated; `fsdp.slot_linear` says when not. The layers are `SlotLinear` meanwhile.
     ring_depth, ring_chunk_nbytes: chunks of the ring, and the bytes of each; smaller where no group fills one.
     nodes: how many nodes the ranks of every process group are on, equally many on each, in rank order; None for one.
-    Over several, shards cross each rail once, and gradients are summed inside a node before they leave it, in node
-    order after. `slot_reuse` then has no effect, since gradients leave through the ring once their group's last one is
-    there; the ring is that of `tide_triton.hierarchical_reduce`, and all-gathers are paced by its chunks too.
+    Over several, shards cross each rail once, those in short runs packed, and gradients are summed inside a node before
+    they leave it, in node order after. `slot_reuse` then has no effect, since gradients leave through the ring once
+    their group's last one is there; the ring is that of `tide_triton.hierarchical_reduce`. All-gathers go in chunks of
+    a quarter of a block, or of the ring's where these are larger.
     wire_dtype: what a node's sums are rounded to on their way to other nodes, torch.bfloat16 say; None for what they
     are summed in. One node rounds nothing.
     multicast_nbytes: where the transport can multicast, all-gathers put pieces of up to so many bytes to all ranks at

@@ -74,6 +74,11 @@ class Collectives:
         multicast_nbytes: int | None = None,
         switch_sums: bool = False,
     ) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise SpecError(
+                f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}; call init_process_group "
+                f"first, and pass dist.group.WORLD or dist.new_group(...)"
+            )
         # A problem that only one rank has must not leave the others waiting for it.
         problem: Exception | None = None
         try:

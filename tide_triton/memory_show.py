@@ -147,7 +147,7 @@ def _network_table(plan: MemoryPlan) -> Table:
         ("rail_in_flight_nbytes", "of these under way at once"),
         ("link_nbytes", "bytes to each GPU of its node"),
         ("link_in_flight_nbytes", "of these under way at once"),
-        ("buffer_nbytes", "bytes of its areas in a slot, of its rings"),
+        ("buffer_nbytes", "bytes of its areas in a slot, of the rings it uses"),
     ):
         table.add_row(what, f"{getattr(gather, name):,}", f"{getattr(reduce, name):,}")
     return table
@@ -155,8 +155,9 @@ def _network_table(plan: MemoryPlan) -> Table:
 
 def _remarks(plan: MemoryPlan) -> Text:
     *most, last = EXCLUDED.values()
+    held = ": the rings of the largest group, and the staging of puts between nodes" if plan.topology.nodes > 1 else ""
     lines = [
-        f"The buffer is for {plan.block.shard:,} bytes of output on each GPU, however many there are.",
+        f"The reduce-scatter buffer is for {plan.block.shard:,} bytes of output a GPU, however many there are{held}.",
         f"Not in these figures: {', '.join(most)}, and {last}.",
     ]
     lines += _padding("a block", plan.block) + _padding("the root", plan.root)

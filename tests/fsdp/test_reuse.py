@@ -1,8 +1,12 @@
 """Backward gathers nothing where forward's parameters still lie in their slot, and only there."""
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import tide_triton
 from tests.fsdp.models import line, seeded, sharded
@@ -97,3 +101,35 @@ def test_what_a_step_or_a_reduction_has_changed_is_gathered_again(ranks: RankPoo
     for departs, reused in ranks(2).run(_run, name):
         assert departs == ""
         assert reused > 0
+
+
+def _change_between(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    """What is warned of where parameters change between a forward and its backward, in three steps."""
+    model = _model(world_size)
+    tide_triton.attach(model, timeout_s=30, **options)
+    tokens, targets = batch(rank, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss = cross_entropy(model(tokens), targets)
+            if step:
+                with torch.no_grad():
+                    # The root stays unsharded, and autograd would refuse a change of what it has saved.
+                    for parameter in (p for p in model.parameters() if isinstance(p, DTensor)):
+                        parameter.mul_(1.5)
+            loss.backward()
+            if step == 0:
+                assert not [w for w in caught if "have changed" in str(w.message)]
+    tide_triton.detach(model)
+    return [str(w.message) for w in caught if "have changed between a forward and its backward" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"), [({}, True), ({"reuse": False, "keep_cast": True}, True), ({"reuse": False}, False)], ids=str
+)
+def test_parameters_that_change_before_backward_are_warned_of_once_a_group_where_it_keeps_the_old_ones(
+    ranks: RankPools, options: dict[str, Any], warns: bool
+) -> None:
+    for messages in ranks(2).run(_change_between, options):
+        assert bool(messages) == warns
+        assert len(set(messages)) == len(messages)

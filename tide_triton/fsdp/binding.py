@@ -48,6 +48,8 @@ class GroupBinding:
         self._reusing = False
         self._bound = False
         self._cast: CastShards | None = None
+        #: How often each parameter had been written when forward gathered it.
+        self._gathered: list[int] = []
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._warned: set[str] = set()
         self.plan()
@@ -251,6 +253,7 @@ class GroupBinding:
     def start_gather(self) -> None:
         """Cast the shards into the own slot and put them to the peers, as soon as the slot is this group's."""
         if self._is_still_there():
+            self._warn_of_changes()
             self._reusing = True
             self.gather.zero_copy += 1
             self.gather.reused += 1
@@ -280,10 +283,35 @@ class GroupBinding:
         self._deferred = False
         # Read now, not at attach: loading and `to_empty` replace them.
         shards = [p._sharded_param_data for p in self.params]
-        if self._cast is not None and not internals.is_in_backward(self.group):
-            self._cast.is_fresh = False
+        if internals.is_in_backward(self.group):
+            if self._cast is not None and self._cast.is_fresh:
+                self._warn_of_changes()
+        else:
+            self._gathered = self._versions()
+            if self._cast is not None:
+                self._cast.is_fresh = False
         self._gathering = self._gatherer.start(self.slot, shards, f"'{self.name}'", self.gather, self._kept(shards))
         self.slot.content = self._content
+
+    def _versions(self) -> list[int]:
+        """How often each sharded parameter has been written: torch counts it for the DTensor, not for its memory."""
+        sharded = [p.sharded_param for p in self.params]
+        return [0 if parameter.is_inference() else parameter._version for parameter in sharded]
+
+    def _warn_of_changes(self) -> None:
+        """Say so, once, where parameters are no more what forward gathered and backward is about to use.
+
+        It is not a reason to gather: ranks may see it differently, and the gradients of a forward are those of its
+        parameters.
+        """
+        said = "changed"
+        if said not in self._warned and self._gathered and self._versions() != self._gathered:
+            self._warned.add(said)
+            warnings.warn(
+                f"tide_triton: the parameters of group '{self.name}' have changed between a forward and its backward, "
+                f"which uses them as they were; FSDP2 uses the new ones: for that, pass reuse=False, keep_cast=False",
+                stacklevel=2,
+            )
 
     def _kept(self, shards: Sequence[torch.Tensor]) -> CastShards | None:
         """Where the shards are kept as they are cast, with that option and where they are cast at all."""

@@ -66,7 +66,7 @@ def _agree_on_multicast(made: HostTransport | DeviceTransport, meeting: Rendezvo
     made.multicasts = not reasons
     if not reasons:
         return "with multicast"
-    warnings.warn(f"tide_triton: no multicast, peer copies instead: {reasons[0]}", stacklevel=4)
+    warnings.warn(f"tide_triton: no multicast, peer copies and sums by kernels instead: {reasons[0]}", stacklevel=4)
     return f"no multicast: {reasons[0]}"
 
 

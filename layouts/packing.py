@@ -18,8 +18,7 @@ first), whatever their areas take, which is one part in `gpus_per_node` of their
 the shortest, in areas of at most one part in `SHARE` of the slot, or `FREE_NBYTES`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -27,7 +26,7 @@ from tide_triton.layouts.shards import Region
 from tide_triton.layouts.slots import SlotLayout, align
 from tide_triton.layouts.spec import SpecError
 from tide_triton.layouts.topology import Topology
-from tide_triton.layouts.transfers import Copy, between
+from tide_triton.layouts.transfers import Copy, between, in_rows
 
 #: Runs of fewer bytes are packed: about what a fast network carries in the time that a put takes beside its bytes.
 RUN_NBYTES: Final = 512 << 10
@@ -35,8 +34,6 @@ RUN_NBYTES: Final = 512 << 10
 SHARE: Final = 8
 #: Or so many bytes, in slots so small that it does not matter.
 FREE_NBYTES: Final = 4 << 20
-#: Bytes between two rows of one copy at most: what copy engines take.
-MOST_PITCH: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Packing:
     def unpacks(self, block: int) -> tuple[Copy, ...]:
         """From the area of `block` to the places of its shards, byte after byte of the area."""
         packed = self.packed(block).items()
-        return rows(between(region, self.layout.region(index, block)) for index, region in packed)
+        return in_rows(between(region, self.layout.region(index, block)) for index, region in packed)
 
     def packed(self, block: int) -> dict[int, Region]:
         """By tensor, where `block`'s shard of it lies in its area."""
@@ -86,36 +83,6 @@ class Packing:
             regions[index] = Region(start, 1, nbytes, nbytes).merged()
             start += nbytes
         return regions
-
-
-def rows(copies: Iterable[Copy | None]) -> tuple[Copy, ...]:
-    """The same bytes in the same order, in fewer copies: neighbours that are equally far apart are rows of one."""
-    done: list[Copy] = []
-    for copy in copies:
-        if copy is None:
-            continue
-        joined = _joined(done[-1], copy) if done else None
-        if joined is None:
-            done.append(copy)
-        else:
-            done[-1] = joined
-    return tuple(done)
-
-
-def _joined(above: Copy, copy: Copy) -> Copy | None:
-    """`copy`, of one row, as the next row of `above` or the end of its only one; None where it is neither."""
-    if copy.rows > 1:
-        return None
-    from_source, from_destination = copy.src_offset - above.src_offset, copy.dst_offset - above.dst_offset
-    if above.rows == 1 and from_source == from_destination == above.width:
-        width = above.width + copy.width
-        return Copy(above.src_offset, above.dst_offset, 1, width, width, width)
-    src_pitch, dst_pitch = (above.src_pitch, above.dst_pitch) if above.rows > 1 else (from_source, from_destination)
-    is_next = (from_source, from_destination) == (above.rows * src_pitch, above.rows * dst_pitch)
-    fits = copy.width <= min(src_pitch, dst_pitch) and max(src_pitch, dst_pitch) <= MOST_PITCH
-    if copy.width != above.width or not fits or not is_next:
-        return None
-    return replace(above, rows=above.rows + 1, src_pitch=src_pitch, dst_pitch=dst_pitch)
 
 
 def pack(layout: SlotLayout, topology: Topology, run_nbytes: int | None = None) -> Packing:

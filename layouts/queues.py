@@ -108,29 +108,27 @@ def rail_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Paci
 
     sizes: bytes of each rank's block. Raises SpecError unless there is one for each rank of the topology.
     """
-    _check_sizes(topology, sizes)
-    landings = _landings(topology, rank, sizes, pacing)
+    landed = landings(topology, rank, sizes, pacing)
     puts = []
     for send in sends(topology, rank):
         number = 0
         for block in send.blocks:
             for chunk, nbytes in enumerate(pacing.chunk_sizes(sizes[block])):
                 number += 1
-                wait = _landed(landings, block, chunk)
+                wait = landed[block][chunk] if block in landed else None
                 puts.append(ChunkPut(send.round, send.peer, block, chunk, nbytes, number, wait))
     return PutQueue(tuple(puts), pacing.depth)
 
 
 def local_queue(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> PutQueue:
     """What `rank` puts inside its node; arguments as for `rail_queue`. Peers take turns, chunk after chunk."""
-    _check_sizes(topology, sizes)
-    landings = _landings(topology, rank, sizes, pacing)
+    landed = landings(topology, rank, sizes, pacing)
     most, number = pacing.chunks(max(sizes)), 0
     puts: list[ChunkPut] = []
     for turn, forward in enumerate(forwards(topology, rank)):
         for chunk, nbytes in enumerate(pacing.chunk_sizes(sizes[forward.block])):
             number += 1
-            wait = _landed(landings, forward.block, chunk)
+            wait = landed[forward.block][chunk] if forward.block in landed else None
             first = (turn * most + chunk) * len(forward.peers)
             puts += (
                 ChunkPut(first + step, peer, forward.block, chunk, nbytes, number, wait)
@@ -184,31 +182,20 @@ def arrivals(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing
     return tuple(wait for wait in waits if wait.count)
 
 
-def landing(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing, block: int, chunk: int) -> Wait | None:
-    """What says that chunk `chunk` of `block` has come over the rail of `rank`; None where it does not come so.
+def landings(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> dict[int, tuple[Wait, ...]]:
+    """Of each block that comes over the rail of `rank`, chunk by chunk: what says that it has.
 
-    Other arguments as for `rail_queue`.
+    Arguments as for `rail_queue`.
     """
     _check_sizes(topology, sizes)
-    return _landed(_landings(topology, rank, sizes, pacing), block, chunk)
-
-
-def _landings(topology: Topology, rank: int, sizes: Sequence[int], pacing: Pacing) -> dict[int, tuple[int, int]]:
-    """Of each block that comes over the rail: who puts it, and how many chunks it has put before."""
-    landings = {}
+    waits = {}
     for receive in receives(topology, rank):
         before = 0
         for block in receive.blocks:
-            landings[block] = (receive.source, before)
-            before += pacing.chunks(sizes[block])
-    return landings
-
-
-def _landed(landings: dict[int, tuple[int, int]], block: int, chunk: int) -> Wait | None:
-    if block not in landings:
-        return None
-    source, before = landings[block]
-    return Wait("landed", source, before + chunk + 1)
+            chunks = pacing.chunks(sizes[block])
+            waits[block] = tuple(Wait("landed", receive.source, before + chunk + 1) for chunk in range(chunks))
+            before += chunks
+    return waits
 
 
 def _check_sizes(topology: Topology, sizes: Sequence[int]) -> None:

@@ -11,9 +11,9 @@ contiguous, so that nothing is strided without need.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from tide_triton.layouts.shards import Region, shard
 from tide_triton.layouts.slots import LandingLayout, SlotLayout
@@ -21,6 +21,10 @@ from tide_triton.layouts.slots import LandingLayout, SlotLayout
 if TYPE_CHECKING:  # only `execute` takes arrays, and planning should not have to import numpy
     import numpy as np
     import numpy.typing as npt
+
+
+#: Bytes between two rows of one copy at most: what copy engines take.
+MOST_PITCH: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +75,48 @@ def merge(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
     Copies come back ordered by `src_offset`, so they must not overlap on the destination.
     """
-    merged: list[Copy] = []
-    for copy in sorted(copies, key=lambda c: c.src_offset):
-        if merged:
-            last = merged[-1]
-            touching = (
-                last.rows == copy.rows == 1
-                and last.src_offset + last.width == copy.src_offset
-                and last.dst_offset + last.width == copy.dst_offset
-            )
-            if touching:
-                width = last.width + copy.width
-                merged[-1] = Copy(last.src_offset, last.dst_offset, 1, width, width, width)
-                continue
-        merged.append(copy)
-    return tuple(merged)
+    return _joined(sorted(copies, key=lambda c: c.src_offset), _continued)
+
+
+def in_rows(copies: Iterable[Copy | None]) -> tuple[Copy, ...]:
+    """The same bytes in the same order, in fewer copies: neighbours that are equally far apart are rows of one."""
+    return _joined((copy for copy in copies if copy is not None), _next_row)
+
+
+def _joined(copies: Iterable[Copy], join: Callable[[Copy, Copy], Copy | None]) -> tuple[Copy, ...]:
+    """`copies`, each as one with the one before where `join` can make one of both."""
+    done: list[Copy] = []
+    for copy in copies:
+        both = join(done[-1], copy) if done else None
+        if both is None:
+            done.append(copy)
+        else:
+            done[-1] = both
+    return tuple(done)
+
+
+def _continued(last: Copy, copy: Copy) -> Copy | None:
+    """Both as one row; None where they are not one row each that touch on both sides."""
+    from_source, from_destination = copy.src_offset - last.src_offset, copy.dst_offset - last.dst_offset
+    if not (last.rows == copy.rows == 1 and from_source == from_destination == last.width):
+        return None
+    width = last.width + copy.width
+    return Copy(last.src_offset, last.dst_offset, 1, width, width, width)
+
+
+def _next_row(above: Copy, copy: Copy) -> Copy | None:
+    """`copy` as the end of the only row of `above`, or as its next row; None where it is neither."""
+    if copy.rows > 1:
+        return None
+    if (whole := _continued(above, copy)) is not None:
+        return whole
+    from_source, from_destination = copy.src_offset - above.src_offset, copy.dst_offset - above.dst_offset
+    src_pitch, dst_pitch = (above.src_pitch, above.dst_pitch) if above.rows > 1 else (from_source, from_destination)
+    is_next = (from_source, from_destination) == (above.rows * src_pitch, above.rows * dst_pitch)
+    fits = copy.width <= min(src_pitch, dst_pitch) and max(src_pitch, dst_pitch) <= MOST_PITCH
+    if copy.width != above.width or not fits or not is_next:
+        return None
+    return replace(above, rows=above.rows + 1, src_pitch=src_pitch, dst_pitch=dst_pitch)
 
 
 def gather_copies(layout: SlotLayout, src: int, indices: Iterable[int] | None = None) -> tuple[Copy, ...]:

@@ -102,7 +102,7 @@ class MemoryPlan:
 
     buffers: at `BUFFER_WORLDS`, over nodes at as many whole nodes as these fill; each for an output of `block.shard`
     bytes on every GPU.
-    network: what the collectives of a block move.
+    network: what the collectives of a block move over several nodes, None on one.
     """
 
     model: str
@@ -112,7 +112,7 @@ class MemoryPlan:
     root: GroupBytes
     variants: tuple[Variant, ...]
     buffers: tuple[Buffer, ...]
-    network: NetworkPlan
+    network: NetworkPlan | None
 
     def variant(self, name: str) -> Variant:
         """Raises KeyError where there is none of that name."""
@@ -192,7 +192,9 @@ def plan_memory(
     output = [shard(tensor, world, 0).padded_numel for tensor in block.tensors]
     topologies = dict.fromkeys(spread(topology, gpus) for gpus in BUFFER_WORLDS)
     buffers = tuple(reduce_scatter_buffer(output, t, ring_chunk_nbytes, ring_depth) for t in topologies)
-    network = plan_network(block, topology, ring_chunk_nbytes, ring_depth, groups=[block, root])
+    network = None
+    if topology.nodes > 1:
+        network = plan_network(block, topology, ring_chunk_nbytes, ring_depth, groups=[block, root])
     return MemoryPlan(model.name, layers, topology, step.block, step.root, tuple(variants), buffers, network)
 
 

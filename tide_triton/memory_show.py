@@ -29,6 +29,7 @@ from rich.text import Text
 
 from tide_triton.memory import MemoryPlan
 from tide_triton.memory_moments import ITEMS, GroupBytes
+from tide_triton.network import NetworkPlan
 
 #: What no figure holds, by its key in JSON.
 EXCLUDED = {
@@ -75,7 +76,7 @@ def as_data(plan: MemoryPlan) -> dict[str, Any]:
             str(buffer.world_size): {"ring": buffer.ring, "flags": buffer.flags} for buffer in plan.buffers
         },
         "network": None
-        if plan.topology.nodes == 1
+        if network is None
         else {
             "all_gather": {**asdict(network.gather_pacing), **asdict(network.all_gather)},
             "reduce_scatter": {
@@ -95,8 +96,8 @@ def render(plan: MemoryPlan) -> Group:
         f"in {nodes:,} {'node' if nodes == 1 else 'nodes'}"
     )
     tables = [_peak_table(plan), _moment_table(plan), _buffer_table(plan)]
-    if nodes > 1:
-        tables.append(_network_table(plan))
+    if plan.network is not None:
+        tables.append(_network_table(plan.network))
     return Group(head, *(part for table in tables for part in (Text(), table)), Text(), _remarks(plan))
 
 
@@ -135,11 +136,11 @@ def _buffer_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def _network_table(plan: MemoryPlan) -> Table:
+def _network_table(network: NetworkPlan) -> Table:
     table = Table(title="A block's collectives over the nodes, of one GPU", title_justify="left")
     for heading in ("", "all-gather", "reduce-scatter"):
         table.add_column(heading, overflow="fold", justify="right" if heading else "left")
-    gather, reduce = plan.network.all_gather, plan.network.reduce_scatter
+    gather, reduce = network.all_gather, network.reduce_scatter
     for name, what in (
         ("rounds", "rounds"),
         ("rail_peers", "ranks put to over its rail"),

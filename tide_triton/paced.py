@@ -36,19 +36,16 @@ class PacedTurn:
 
     what: the group and collective, for errors.
     sources: how often each rank puts into this rank's slot; only these are told that it is vacant.
+    marks_vacancy: as for `Slot.open`.
 
     Raises RuntimeError where a graph is being captured.
     """
 
-    def __init__(self, slot: Slot, what: str, sources: Mapping[int, int]) -> None:
+    def __init__(self, slot: Slot, what: str, sources: Mapping[int, int], *, marks_vacancy: bool = False) -> None:
         refuse_capture(slot.transport, what)
         self._transport = slot.transport
         self._window = slot.window
-        slot.settle()
-        slot.await_vacant()
-        #: From here on, this rank may write into its own slot.
-        self.vacant = slot.transport.mark()
-        self.turn = slot.open(what, sources=sources)
+        self.turn = slot.open(what, sources=sources, marks_vacancy=marks_vacancy)
         #: By lane and word: up to where it has waited, which need not be waited for again.
         self._reached: dict[tuple[Lane, str, int], int] = defaultdict(int)
         #: By word of this rank: what its own waits are behind.
@@ -75,11 +72,8 @@ class PacedTurn:
         self._marks[counter].append(self._transport.mark())
 
     def publish(self, peer: int, count: int, last: Put | None = None) -> None:
-        """Tell `peer` that `count` puts to it are there. last: what is put just before, if it has not been yet."""
-        if last is None:
-            self.turn.publish(peer, count)
-        else:
-            self._transport.put_and_signal(last, self._window, peer, WRITTEN, self.turn.number * PARTS + count)
+        """Tell `peer` that `count` puts to it are there. last: what is put just before, if not yet."""
+        self.turn.publish(peer, count, last)
 
     def acknowledge(self, peer: int, count: int) -> None:
         """Tell `peer` that `count` of its puts are here."""

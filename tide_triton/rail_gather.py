@@ -44,7 +44,7 @@ from tide_triton.layouts import (
     cut,
     gather_copies,
     in_turn,
-    landing,
+    landings,
     local_queue,
     local_receipts,
     pack,
@@ -113,10 +113,11 @@ class RailAllGather(AllGather):
         }
         #: What says that a block's packed part has come over the rail; None for this rank's own.
         self._packed: dict[int, Wait | None] = {}
+        landed = landings(*arguments)
         for block in blocks:
             chunks = [chunk for chunk, parts in enumerate(self._chunks["rail"][block]) if self._has_packed(parts)]
             if chunks:
-                self._packed[block] = landing(*arguments, block, max(chunks))
+                self._packed[block] = landed[block][max(chunks)] if block in landed else None
         #: How often it puts to each other rank over its rail.
         self._puts_to = Counter(put.peer for put in rail.puts)
         #: Bytes that this rank puts over its rail, and to all other GPUs of its node.
@@ -137,11 +138,11 @@ class RailAllGather(AllGather):
         """
         transport = slot.transport
         with transport.lane("gather"):
-            paced = PacedTurn(slot, f"all-gather of {what}", self._sources)
+            paced = PacedTurn(slot, f"all-gather of {what}", self._sources, marks_vacancy=True)
             filled: list[Mark | None] = []
             with transport.lane("cast", joined=False):
                 # Not after what tells others that the slot is vacant, which takes its time over a network.
-                transport.after(paced.vacant)
+                transport.after(paced.turn.vacant)
                 for cast, own in self._fills_of(slot, shards, kept):
                     if cast is not None:
                         cast(transport.stream)

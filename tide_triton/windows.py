@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from tide_triton.layouts import flat
 from tide_triton.layouts.pacing import COUNTED
-from tide_triton.transports import CAPTURED_READY, CAPTURED_WRITTEN, READY, WRITTEN, Mark, Transport, Window
+from tide_triton.transports import CAPTURED_READY, CAPTURED_WRITTEN, READY, WRITTEN, Mark, Put, Transport, Window
 
 #: One more than the parts that a turn can have.
 PARTS = COUNTED + 1
@@ -76,12 +76,15 @@ class Slot:
         """Others than the turn's user read this slot until `mark`, whenever it is vacated."""
         self._readers.append(mark)
 
-    def open(self, what: str, parts: int = 1, sources: Mapping[int, int] | None = None) -> "Turn":
+    def open(
+        self, what: str, parts: int = 1, sources: Mapping[int, int] | None = None, *, marks_vacancy: bool = False
+    ) -> "Turn":
         """Start the next turn: tell every peer that this rank's slot is vacant.
 
         what: the group and collective, for errors.
         parts: in how many parts the peers will put, 1 to `PARTS - 1`.
         sources: who will put, and in how many parts each; None for all peers, in `parts` parts. Only they are told.
+        marks_vacancy: whether the turn is to know when this rank may write into the slot, where telling takes its time.
         """
         if not 1 <= parts < PARTS:
             raise ValueError(f"parts must be 1 to {PARTS - 1}, got {parts}")
@@ -90,13 +93,14 @@ class Slot:
         self.content = None
         self.await_vacant()
         self._readers.clear()
+        vacant = self.transport.mark() if marks_vacancy else None
         capture = self.transport.capture
         if capture is None:
             self.turn += 1
         counter, value = (READY, self.turn) if capture is None else (CAPTURED_READY, 1)
         for peer in self.peers if sources is None else sources:
             self.transport.signal(self.window, peer, counter, value)
-        self._latest = Turn(self, self.turn, what, parts, capture, sources)
+        self._latest = Turn(self, self.turn, what, parts, capture, sources, vacant)
         return self._latest
 
     def close(self) -> None:
@@ -110,6 +114,7 @@ class Turn:
 
     capture: the CUDA graph that it is captured in, None for one that happens now.
     sources: as for `Slot.open`.
+    vacant: from where on this rank may write into the slot, where it was asked to be marked.
     """
 
     slot: Slot
@@ -118,6 +123,7 @@ class Turn:
     parts: int = 1
     capture: int | None = None
     sources: Mapping[int, int] | None = None
+    vacant: Mark | None = None
     is_complete: bool = field(default=False, init=False)
 
     @property
@@ -134,13 +140,16 @@ class Turn:
             transport.wait(window, peer, CAPTURED_READY, 1, what)
             transport.clear(window, peer, CAPTURED_READY)
 
-    def publish(self, peer: int, part: int = 1) -> None:
-        """Tell `peer` that the first `part` parts for it are there."""
+    def publish(self, peer: int, part: int = 1, last: Put | None = None) -> None:
+        """Tell `peer` that the first `part` parts for it are there. last: what is put just before, if not yet."""
         transport, window = self.slot.transport, self.slot.window
+        counter, value = CAPTURED_WRITTEN, part
         if self.capture is None:
-            transport.signal(window, peer, WRITTEN, self.number * PARTS + part)
+            counter, value = WRITTEN, self.number * PARTS + part
+        if last is None:
+            transport.signal(window, peer, counter, value)
         else:
-            transport.signal(window, peer, CAPTURED_WRITTEN, part)
+            transport.put_and_signal(last, window, peer, counter, value)
 
     def await_part(self, part: int) -> None:
         """Until the first `part` parts from every peer are there."""

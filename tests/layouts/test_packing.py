@@ -12,7 +12,6 @@ from tests.layouts.strategies import (
     chunks,
     comparing,
     contents,
-    mapping,
     moving,
     poisoned,
     read,
@@ -31,7 +30,7 @@ from tide_triton.layouts import (
     execute,
     pack,
 )
-from tide_triton.layouts.packing import FREE_NBYTES, MOST_PITCH, SHARE, rows
+from tide_triton.layouts.packing import FREE_NBYTES, SHARE
 
 
 def layout_of(world_size: int, *shapes: tuple[int, ...], dtype: str = "bfloat16", shard_dim: int = 0) -> SlotLayout:
@@ -162,29 +161,3 @@ def test_what_is_packed_lies_side_by_side_by_size_and_is_unpacked_in_rows() -> N
             Copy(start, rank * 4096, 50, 4096, 4096, 8192),
             Copy(start + 50 * 4096, second + rank * 8192, 50, 8192, 8192, 16384),
         )
-
-
-@given(st.lists(st.builds(Copy, *[st.integers(0, 12)] * 2, st.integers(1, 3), st.integers(1, 4), *[st.just(9)] * 2)))
-@comparing
-def test_rows_of_one_copy_move_the_same_bytes_in_the_same_order(copies: list[Copy]) -> None:
-    joined = rows([None, *copies])
-    assert len(joined) <= len(copies)
-    assert mapping(joined) == mapping(copies)
-    for at in ("src", "dst"):
-        in_order = [byte for copy in copies for byte in addresses(getattr(copy, at))]
-        assert in_order == [byte for copy in joined for byte in addresses(getattr(copy, at))]
-
-
-def test_equally_far_neighbours_become_rows_and_touching_ones_one() -> None:
-    def one(src: int, dst: int, width: int = 4) -> Copy:
-        return Copy(src, dst, 1, width, width, width)
-
-    assert rows([one(0, 0), one(4, 10), one(8, 20)]) == (Copy(0, 0, 3, 4, 4, 10),)
-    assert rows([one(0, 0), one(4, 4), one(8, 8, 2)]) == (one(0, 0, 10),)
-    assert rows([one(0, 0), one(4, 10), one(8, 21)]) == (Copy(0, 0, 2, 4, 4, 10), one(8, 21))
-    assert rows([one(0, 0), one(4, 10, 5)]) == (one(0, 0), one(4, 10, 5))
-    assert rows([one(0, 0), one(4, MOST_PITCH)]) == (Copy(0, 0, 2, 4, 4, MOST_PITCH),)
-    assert rows([one(0, 0), one(4, MOST_PITCH + 1)]) == (one(0, 0), one(4, MOST_PITCH + 1))
-    # Rows that would overlap or go back are copies of their own.
-    assert rows([one(0, 0), one(4, 2)]) == (one(0, 0), one(4, 2))
-    assert rows([one(8, 0), one(0, 10)]) == (one(8, 0), one(0, 10))

@@ -38,7 +38,7 @@ from tide_triton.layouts import (
     merge,
     scatter_copies,
 )
-from tide_triton.layouts.transfers import between
+from tide_triton.layouts.transfers import MOST_PITCH, between, in_rows
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -271,3 +271,29 @@ def test_only_one_dimensional_byte_arrays_are_copied() -> None:
         execute([], np.zeros(8, dtype=np.int16), poisoned(0))
     with pytest.raises(ValueError, match="the destination must be a 1-D array of bytes, got 2 dims of uint8"):
         execute([], poisoned(0), np.zeros((2, 2), dtype=np.uint8))
+
+
+@given(st.lists(st.builds(Copy, *[st.integers(0, 12)] * 2, st.integers(1, 3), st.integers(1, 4), *[st.just(9)] * 2)))
+@comparing
+def test_rows_of_one_copy_move_the_same_bytes_in_the_same_order(copies: list[Copy]) -> None:
+    joined = in_rows([None, *copies])
+    assert len(joined) <= len(copies)
+    assert mapping(joined) == mapping(copies)
+    for at in ("src", "dst"):
+        in_order = [byte for copy in copies for byte in addresses(getattr(copy, at))]
+        assert in_order == [byte for copy in joined for byte in addresses(getattr(copy, at))]
+
+
+def test_equally_far_neighbours_become_rows_and_touching_ones_one() -> None:
+    def one(src: int, dst: int, width: int = 4) -> Copy:
+        return Copy(src, dst, 1, width, width, width)
+
+    assert in_rows([one(0, 0), one(4, 10), one(8, 20)]) == (Copy(0, 0, 3, 4, 4, 10),)
+    assert in_rows([one(0, 0), one(4, 4), one(8, 8, 2)]) == (one(0, 0, 10),)
+    assert in_rows([one(0, 0), one(4, 10), one(8, 21)]) == (Copy(0, 0, 2, 4, 4, 10), one(8, 21))
+    assert in_rows([one(0, 0), one(4, 10, 5)]) == (one(0, 0), one(4, 10, 5))
+    assert in_rows([one(0, 0), one(4, MOST_PITCH)]) == (Copy(0, 0, 2, 4, 4, MOST_PITCH),)
+    assert in_rows([one(0, 0), one(4, MOST_PITCH + 1)]) == (one(0, 0), one(4, MOST_PITCH + 1))
+    # Rows that would overlap or go back are copies of their own.
+    assert in_rows([one(0, 0), one(4, 2)]) == (one(0, 0), one(4, 2))
+    assert in_rows([one(8, 0), one(0, 10)]) == (one(8, 0), one(0, 10))

@@ -304,14 +304,16 @@ class GroupBinding:
         It is not a reason to gather: ranks may see it differently, and the gradients of a forward are those of its
         parameters.
         """
-        said = "changed"
-        if said not in self._warned and self._gathered and self._versions() != self._gathered:
-            self._warned.add(said)
-            warnings.warn(
-                f"tide_triton: the parameters of group '{self.name}' have changed between a forward and its backward, "
-                f"which uses them as they were; FSDP2 uses the new ones: for that, pass reuse=False, keep_cast=False",
-                stacklevel=2,
+        if self._gathered and self._versions() != self._gathered:
+            self._warn_once(
+                f"the parameters of group '{self.name}' have changed between a forward and its backward, which uses "
+                f"them as they were; FSDP2 uses the new ones: for that, pass reuse=False, keep_cast=False"
             )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"tide_triton: {message}", stacklevel=3)
 
     def _kept(self, shards: Sequence[torch.Tensor]) -> CastShards | None:
         """Where the shards are kept as they are cast, with that option and where they are cast at all."""
@@ -343,11 +345,7 @@ class GroupBinding:
         if self.domain.options.strict:
             raise UnsupportedError(f"group '{self.name}' would fall back to the stock collective: {reason}")
         traffic.fell_back(reason, wire_bytes, layout_copy_bytes)
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(
-                f"tide_triton: group '{self.name}' falls back to the stock collective: {reason}", stacklevel=2
-            )
+        self._warn_once(f"group '{self.name}' falls back to the stock collective: {reason}")
 
 
 def rebind(param: FSDPParam, flat: torch.Tensor) -> None:
